@@ -1,0 +1,280 @@
+"""Lane: an ordered queue of work beside the caller, on a CUDA stream, on a worker thread, or inline.
+
+The scheduling of every component is written once against Lane and Ticket, and runs with and without
+a GPU: a thread lane is truly asynchronous on a CPU-only machine, so a missing wait shows up as wrong
+data in an ordinary test.
+"""
+
+import atexit
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Generic, Literal, Self, TypeVar
+
+import torch
+
+from overlapkit.span import SpanLog
+
+T = TypeVar("T")
+Kind = Literal["cuda", "thread", "inline"]
+
+
+class Ticket(Generic[T]):
+    """What `Lane.submit` returns: the handle of one piece of work.
+
+    An exception that the work raised is raised again by `wait` and by `order`: the same object, with
+    its original traceback.
+    """
+
+    def __init__(self, lane: str) -> None:
+        self._lane = lane
+        self._pid = os.getpid()
+        self._future: Future[T] = Future()
+        self._event: torch.cuda.Event | None = None
+        self._seen = False
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block the host until the work is done, on its device too, and return its result.
+
+        Args:
+            timeout: Seconds to wait for the host's part of the work, or None for no limit.
+
+        Raises:
+            TimeoutError: The work is not done within `timeout`.
+            RuntimeError: The work was submitted by the parent of this forked process.
+        """
+        value = self._result(timeout)
+        if self._event is not None:
+            self._event.synchronize()
+        return value
+
+    def order(self) -> T:
+        """Make what the caller's current stream is given from now on run after the work.
+
+        Does not block the host on a CUDA lane; on a thread lane it waits on the host.
+        """
+        value = self._result(None)
+        if self._event is not None:
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+        return value
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once. Never blocks."""
+        return self._future.done() and (self._event is None or self._event.query())
+
+    def _result(self, timeout: float | None) -> T:
+        if self._pid != os.getpid() and not self._future.done():
+            raise RuntimeError(
+                f"lane {self._lane!r}: this work was submitted in process {self._pid}, before the fork; "
+                "a forked child does not have it: submit it again here"
+            )
+        self._seen = True
+        try:
+            return self._future.result(timeout)
+        except TimeoutError:
+            if self._future.done():  # the work's own TimeoutError, or it has just finished
+                return self._future.result()
+            self._seen = False
+            raise TimeoutError(f"lane {self._lane!r}: the work was not done after {timeout} s") from None
+
+
+class _Job(Generic[T]):
+    """A callable and the ticket that it settles."""
+
+    def __init__(self, ticket: Ticket[T], fn: Callable[[], T], failed: list[Ticket[Any]]) -> None:
+        self.ticket = ticket
+        self.fn = fn
+        self.failed = failed
+
+    def run(self) -> None:
+        try:
+            value = self.fn()
+        except BaseException as error:  # whatever it is, it belongs to whoever holds the ticket
+            self.failed[:] = [*(old for old in self.failed if not old._seen), self.ticket]
+            self.ticket._future.set_exception(error)
+            del self  # the traceback refers to this frame: without this, work and error keep each other alive
+        else:
+            self.ticket._future.set_result(value)
+
+
+def _work(inbox: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    """A worker thread's life. It refers to its queue only, so that a forgotten lane can be collected."""
+    torch.set_num_threads(1)  # per thread: a lane must not take the cores that the step computes on
+    while (job := inbox.get()) is not None:
+        job()
+        del job  # an idle lane keeps nothing of its last job alive
+
+
+_lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_at_exit() -> None:
+    """Let every lane finish what it was given; a daemon thread would be cut off in the middle."""
+    for lane in list(_lanes):
+        if lane._thread is not None and lane._inbox is not None and lane._pid == os.getpid():
+            lane._inbox.put(None)
+            lane._thread.join(timeout=10.0)
+
+
+class Lane:
+    """An ordered queue of work beside the caller.
+
+    Invariants:
+        * Work runs in the order in which it was submitted, one piece at a time.
+        * On a CUDA lane, work runs after everything that the caller's current stream held when it was
+          submitted; what the caller queues after `Ticket.order()` runs after the work.
+        * An exception reaches the caller whole, through the ticket, or through `close()` where nobody
+          asked the ticket. It never ends the lane.
+        * The stream or the thread is made at the first submit, once, and never shared with a forked
+          child: the child makes its own.
+
+    Args:
+        name: Used for the thread's name, for spans and in errors.
+        device: Where the work's tensors live. A CUDA device gives a CUDA lane, others a thread.
+        kind: Overrides that choice.
+        log: Where the lane records one span per piece of work that was given a name.
+    """
+
+    delay_s: float = 0.0
+    """Seconds to idle before each piece of work. Tests set it, on one lane or the class, to force races."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device | None = None,
+        *,
+        kind: Kind | None = None,
+        log: SpanLog | None = None,
+    ) -> None:
+        on_cuda = device is not None and device.type == "cuda"
+        if kind not in (None, "cuda", "thread", "inline"):
+            raise ValueError(f"kind={kind!r}: a lane is 'cuda', 'thread' or 'inline'")
+        if kind == "cuda" and not on_cuda:
+            raise ValueError(f"kind='cuda' needs a CUDA device, got device={device}")
+        self.name = name
+        self.kind: Kind = kind or ("cuda" if on_cuda else "thread")
+        self.device = device
+        self._log = log
+        self._closed = False
+        self._start_afresh()
+
+    def submit(self, fn: Callable[[], T], *, name: str | None = None, bytes: int | None = None) -> Ticket[T]:
+        """Queue work.
+
+        On a CUDA lane `fn` is called at once, with the lane's stream current, to queue work there; on a
+        thread lane the worker calls it.
+
+        Args:
+            fn: The work. It must keep alive what it reads.
+            name: Recorded as a span of this name, where the lane has a log.
+            bytes: Bytes moved, for the span.
+
+        Raises:
+            RuntimeError: The lane is closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"lane {self.name!r} is closed: submit before close()")
+        if self._pid != os.getpid():
+            self._start_afresh()
+        ticket: Ticket[T] = Ticket(self.name)
+        if self.kind == "cuda":
+            self._run_on_stream(_Job(ticket, fn, self._failed), name, bytes)
+            return ticket
+        run = self._timed(_Job(ticket, fn, self._failed).run, name, bytes)
+        if self.kind == "inline":
+            run()
+        else:
+            self._worker_inbox().put(run)
+        return ticket
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish everything submitted, end the worker, and raise the first error that nobody has seen.
+
+        Safe to call twice, and in a forked child (where there is nothing to finish).
+
+        Raises:
+            TimeoutError: The worker is still busy after `timeout` seconds; it goes on in the background.
+        """
+        self._closed = True
+        if self._pid != os.getpid():
+            return
+        if self._inbox is not None and self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"lane {self.name!r}: still busy {timeout} s after close()")
+        if self._stream is not None:
+            self._stream.synchronize()
+        unseen = [ticket for ticket in self._failed if not ticket._seen]
+        self._failed.clear()
+        if unseen:
+            unseen[0].wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as late:
+            if error is None:
+                raise
+            error.add_note(f"lane {self.name!r} also failed: {late!r}")  # the original error comes first
+
+    def _start_afresh(self) -> None:
+        """Forget threads, streams and errors: at construction, and in a forked child."""
+        self._pid = os.getpid()
+        self._failed: list[Ticket[Any]] = []
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def _worker_inbox(self) -> "queue.SimpleQueue[Callable[[], None] | None]":
+        if self._inbox is None:
+            self._inbox = queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=_work, args=(self._inbox,), name=f"overlapkit-{self.name}", daemon=True
+            )
+            weakref.finalize(self, self._inbox.put, None).atexit = False  # a forgotten lane ends its thread
+            _lanes.add(self)
+            self._thread.start()
+        return self._inbox
+
+    def _timed(self, run: Callable[[], None], name: str | None, bytes: int | None) -> Callable[[], None]:
+        """The work with the lane's delay and span around it; refers to no part of the lane itself."""
+        delay, log, lane = self.delay_s, self._log, self.name
+
+        def timed() -> None:
+            if delay:
+                time.sleep(delay)
+            if log is None or name is None:
+                return run()
+            with log.host(lane, name, bytes=bytes):
+                return run()
+
+        return timed
+
+    def _run_on_stream(self, job: _Job[Any], name: str | None, bytes: int | None) -> None:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            if self.delay_s:
+                torch.cuda._sleep(int(self.delay_s * 1e9))  # cycles: about a GHz, and only tests set it
+            if self._log is None or name is None:
+                job.run()
+            else:
+                with self._log.stream(self.name, name, stream, bytes=bytes):
+                    job.run()
+            event = torch.cuda.Event()
+            event.record(stream)
+        job.ticket._event = event
