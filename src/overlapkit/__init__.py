@@ -1,4 +1,4 @@
-"""Parts for PyTorch training loops whose six lanes should run at the same time, and a meter of what is exposed.
+"""Parts for PyTorch training loops whose six lanes should run at once, and a meter of what is exposed.
 
 Names resolve on first use, so that importing the package imports neither Triton nor any part of
 torch that `import torch` leaves alone, starts no thread and touches no device.

@@ -18,7 +18,8 @@ def as_device(device: torch.device | str | int | None, argument: str = "device")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        resolved = torch.device(device)
+        # a build of torch without CUDA takes no bare index
+        resolved = torch.device(f"cuda:{device}" if type(device) is int else device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"{argument}={device!r} names no device: use 'cpu', 'cuda', 'cuda:N' or a torch.device"

@@ -26,9 +26,9 @@ class _Pages(mmap.mmap):
 
 def _map_pages(nbytes: int, pin: bool) -> torch.Tensor:
     """`nbytes` of zeroed memory as a uint8 tensor, pages present: faulting them in later costs 20 copies."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    pages = _Pages(-1, nbytes, flags=flags)
+    pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
+    memory.zero_()  # MAP_POPULATE would fault the pages in, too, but under the interpreter's lock
     if pin:
         runtime: Any = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))

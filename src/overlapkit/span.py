@@ -26,6 +26,8 @@ class Span:
         bytes: Bytes moved, or None where nothing was counted.
         exposed: True where the training step stood still for it (the caller was blocked, or the
             consumer's stream was); False for work that ran beside the step.
+        device: True where a device's stream was timed, False where the host was. A host that waits
+            while its device still has work queued holds nothing up.
     """
 
     lane: str
@@ -34,18 +36,80 @@ class Span:
     end: int
     bytes: int | None = None
     exposed: bool = False
+    device: bool = False
+
+
+@dataclass(slots=True)
+class Mark:
+    """A point on a CUDA stream, and the event of known host time that it will be timed against."""
+
+    event: torch.cuda.Event
+    anchor: torch.cuda.Event
+    zero: int
+
+
+class DeviceClock:
+    """Times the points of one device's streams on `perf_counter_ns`, without waiting for the device.
+
+    Two events are compared in float32 milliseconds, and the device's clock drifts: so the anchor, an
+    event whose host time is known, is renewed every second, and the error stays near a microsecond
+    however long the run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._quiet = torch.cuda.Stream(device)  # nothing else is queued there, so nothing delays an anchor
+        self._anchor: tuple[torch.cuda.Event, int] | None = None  # one value: other threads mark too
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self, stream: torch.cuda.Stream) -> Mark:
+        """Mark the point that `stream` has been given work up to."""
+        anchor = self._anchor
+        if anchor is None or time.perf_counter_ns() - anchor[1] > 1_000_000_000:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(self._quiet)
+            self._anchor = anchor = event, time.perf_counter_ns()
+        mark = Mark(self._take_event(), *anchor)
+        mark.event.record(stream)
+        return mark
+
+    def time(self, mark: Mark) -> int | None:
+        """When the stream passed the mark, or None where it has not yet. Never waits."""
+        if not (mark.event.query() and mark.anchor.query()):
+            return None
+        since_ms: float = mark.anchor.elapsed_time(mark.event)
+        return mark.zero + round(since_ms * 1e6)
+
+    def release(self, mark: Mark) -> None:
+        """Let a mark that has been timed be reused: it must not be timed again."""
+        self._free.append(mark.event)
+
+    def _take_event(self) -> torch.cuda.Event:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return torch.cuda.Event(enable_timing=True)
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A device span whose end event has not been seen to complete."""
+    """A device span whose end has not been seen to be passed."""
 
     lane: str
     name: str
-    start: torch.cuda.Event
+    clock: DeviceClock
+    start: Mark
     bytes: int | None
     exposed: bool
-    end: torch.cuda.Event = field(init=False)
+    end: Mark = field(init=False)
+
+    def resolve(self) -> Span | None:
+        end = self.clock.time(self.end)
+        start = None if end is None else self.clock.time(self.start)
+        if start is None or end is None:
+            return None
+        self.clock.release(self.start)
+        self.clock.release(self.end)
+        return Span(self.lane, self.name, start, end, self.bytes, self.exposed, device=True)
 
 
 class SpanLog:
@@ -58,7 +122,7 @@ class SpanLog:
     def __init__(self, history: int = 8192) -> None:
         self._spans: deque[Span] = deque(maxlen=history)
         self._pending: deque[_Pending] = deque(maxlen=history)
-        self._anchors: dict[int, tuple[torch.cuda.Event, int]] = {}
+        self._clocks: dict[int, DeviceClock] = {}
         self._lock = threading.Lock()
 
     def add(self, span: Span) -> None:
@@ -87,15 +151,12 @@ class SpanLog:
         exposed: bool = False,
     ) -> Iterator[None]:
         """Time what the body queues on a CUDA stream, by two events on that stream."""
-        self._anchor(stream)
-        start = torch.cuda.Event(enable_timing=True)
-        start.record(stream)
-        pending = _Pending(lane, name, start, bytes, exposed)
+        clock = self._clock(stream)
+        pending = _Pending(lane, name, clock, clock.mark(stream), bytes, exposed)
         try:
             yield
         finally:
-            pending.end = torch.cuda.Event(enable_timing=True)
-            pending.end.record(stream)
+            pending.end = clock.mark(stream)
             with self._lock:
                 self._pending.append(pending)
 
@@ -104,30 +165,19 @@ class SpanLog:
         with self._lock:
             still: list[_Pending] = []
             for pending in self._pending:
-                if pending.end.query():
-                    self._spans.append(self._resolve(pending))
-                else:
+                span = pending.resolve()
+                if span is None:
                     still.append(pending)
+                else:
+                    self._spans.append(span)
             self._pending.clear()
             self._pending.extend(still)
         taken = [self._spans.popleft() for _ in range(len(self._spans))]
         return sorted(taken, key=lambda span: span.start)
 
-    def _anchor(self, stream: torch.cuda.Stream) -> None:
-        """One event per device whose host time is known: it maps the device's clock onto the host's.
-
-        The event is recorded on a fresh stream, where nothing can delay it.
-        """
+    def _clock(self, stream: torch.cuda.Stream) -> DeviceClock:
         index = stream.device.index
         with self._lock:
-            if index in self._anchors:
-                return
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.Stream(stream.device))
-            self._anchors[index] = (event, time.perf_counter_ns())
-
-    def _resolve(self, pending: _Pending) -> Span:
-        anchor, zero = self._anchors[pending.end.device.index]
-        start = zero + round(anchor.elapsed_time(pending.start) * 1e6)
-        end = zero + round(anchor.elapsed_time(pending.end) * 1e6)
-        return Span(pending.lane, pending.name, start, end, pending.bytes, pending.exposed)
+            if index not in self._clocks:
+                self._clocks[index] = DeviceClock(stream.device)
+            return self._clocks[index]

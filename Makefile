@@ -1,0 +1,62 @@
+# The two commands: `make demo` trains a small GPT through all lanes, `make test` runs the tests.
+# Each first makes .venv and installs the package there, unless that is done. They need Python 3.11+.
+#
+#   make demo            make test            make check           make bench
+#   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test check bench install clean
+.DEFAULT_GOAL := test
+
+demo: install
+	$(RUN) examples/train_gpt.py $(ARGS)
+
+test: export OMP_NUM_THREADS ?= 1
+test: install
+	$(RUN) -m pytest --durations=15 $(ARGS)
+
+check: install
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy src
+
+bench: install
+	$(RUN) benchmarks/step.py $(ARGS)
+
+install: $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.made
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# A .venv that is there and has pip is used as it is.
+$(VENV)/.made:
+	@if ! $(RUN) -m pip --version >/dev/null 2>&1; then \
+	    $(NEEDS_PYTHON) && $(NEEDS_ENSUREPIP) && echo "making $(VENV)" && $(PYTHON) -m venv $(VENV); \
+	fi
+	@touch $@
+
+define NEEDS_PYTHON
+{ $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+  || { echo "overlapkit needs Python 3.11 or newer; $(PYTHON) is: $$($(PYTHON) --version 2>&1 || true)." \
+       "Name another one: make PYTHON=python3.12" >&2; exit 1; }; }
+endef
+
+# Debian's and Ubuntu's python3 leaves out ensurepip, without which venv cannot put pip into .venv.
+define NEEDS_ENSUREPIP
+{ $(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+    package=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+      echo "$(PYTHON) cannot make virtual environments: installing Debian's $$package"; \
+      apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$package </dev/null >/dev/null; \
+    else \
+      echo "$(PYTHON) cannot make virtual environments; install them first: sudo apt-get install $$package" >&2; \
+      exit 1; \
+    fi; }; }
+endef

@@ -1,0 +1,95 @@
+"""Boxes: which part of a global tensor a rank holds, and which rank writes it.
+
+Both follow from the mesh coordinates of a DTensor alone. There are no collectives here.
+"""
+
+import math
+import sys
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeGuard
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor: where it starts and how long it is, in elements of each dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Self:
+        """The box of an entire tensor."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements inside; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    def meet(self, other: "Box") -> "Box | None":
+        """What both boxes cover, or None where that is nothing."""
+        start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        mine = (a + n for a, n in zip(self.offset, self.shape, strict=True))
+        theirs = (b + n for b, n in zip(other.offset, other.shape, strict=True))
+        shape = tuple(min(a, b) - s for a, b, s in zip(mine, theirs, start, strict=True))
+        return Box(start, shape) if all(n > 0 for n in shape) else None
+
+    def inside(self, outer: "Box") -> tuple[slice, ...]:
+        """The slices that cut this box out of a tensor that holds `outer`."""
+        starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
+
+
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """Whether it is a DTensor. Does not import torch.distributed.tensor: without it there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Box]:
+    """The memory that this rank holds of a tensor, and its box in the global tensor.
+
+    Raises:
+        TypeError: Its placements do not say which part this rank holds (a pending reduction).
+    """
+    if not is_dtensor(tensor):
+        return tensor.detach(), Box.whole(tuple(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TypeError(
+            f"state {name!r} has placements {tensor.placements}: a sum that is still pending cannot be kept; "
+            "redistribute() it first"
+        )
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(shape) != tuple(local.shape) and local.numel():
+        raise TypeError(
+            f"state {name!r} has placements {tensor.placements} and a local shape {tuple(local.shape)}, "
+            f"where {tuple(shape)} was expected: this sharding cannot be kept"
+        )
+    if not local.numel():  # an uneven shard's empty rest, or a rank outside of the mesh
+        return local, Box(
+            (0,) * tensor.ndim, tuple(local.shape) if local.ndim == tensor.ndim else (0,) * tensor.ndim
+        )
+    return local, Box(tuple(offset), tuple(shape))
+
+
+def is_first_replica(tensor: torch.Tensor, rank: int) -> bool:
+    """Whether this rank writes its part: of equal parts, the one at coordinate 0 is written.
+
+    Plain tensors are the same on every rank, and rank 0 writes them.
+    """
+    if not is_dtensor(tensor):
+        return rank == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    replicas = (
+        at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
+    )
+    return all(at == 0 for at in replicas)

@@ -1,0 +1,71 @@
+"""Every change that a save makes to the file system goes through here, one call a change.
+
+A crash between any two of these calls must leave the old checkpoints or the new one; tests put a fault
+into each of them.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+_AT_ONCE = 1024  # buffers that one writev takes (IOV_MAX)
+
+
+class Disk:
+    """The file system. Stateless."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder; another rank may have made it."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing; an existing one is an error."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, fd: int, views: Sequence[memoryview]) -> None:
+        """Write all of these bytes, in this order."""
+        queue = [view for view in views if view.nbytes]
+        while queue:
+            written = os.writev(fd, queue[:_AT_ONCE])
+            while queue and written >= queue[0].nbytes:
+                written -= queue.pop(0).nbytes
+            if written:
+                queue[0] = queue[0][written:]
+
+    def sync(self, fd: int) -> None:
+        """Wait until a file's bytes are on the disk."""
+        os.fsync(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        """Wait until a folder's entries are on the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a folder its new name, at once or not at all."""
+        old.rename(new)
+
+    def remove(self, path: Path) -> None:
+        """Delete a folder and all that is in it. It is no error if another process was faster."""
+        shutil.rmtree(path, onerror=_unless_gone)
+
+
+def _unless_gone(
+    function: object, path: str, info: tuple[type[BaseException], BaseException, object]
+) -> None:
+    if not isinstance(info[1], FileNotFoundError):
+        raise info[1]
+
+
+def write_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Write a small file and wait until it is on the disk."""
+    fd = disk.create(path)
+    try:
+        disk.write(fd, [memoryview(data)])
+        disk.sync(fd)
+    finally:
+        os.close(fd)

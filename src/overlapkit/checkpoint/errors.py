@@ -1,0 +1,23 @@
+"""What can go wrong with a checkpoint beyond a wrong argument.
+
+CheckpointError
+├── RankFailed          another rank failed, or did not report in time
+├── DamagedCheckpoint   the bytes on disk are not those that were written
+└── MismatchError       the checkpoint is sound, but the state does not fit it
+"""
+
+
+class CheckpointError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class RankFailed(CheckpointError):
+    """Another rank failed or did not report in time, so no rank went on; the message says which, and why."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A file is missing, cut short, or differs from its checksum; the message names file and tensor."""
+
+
+class MismatchError(CheckpointError):
+    """Missing or unexpected keys, other shapes or dtypes; the message lists them all."""

@@ -1,0 +1,136 @@
+"""The part of a save that runs in the background: write, report, commit, delete what is surplus."""
+
+import contextlib
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overlapkit.checkpoint.commit import commit, discard, tidy
+from overlapkit.checkpoint.disk import Disk
+from overlapkit.checkpoint.errors import CheckpointError, RankFailed
+from overlapkit.checkpoint.layout import DTYPES, Inventory
+from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
+from overlapkit.checkpoint.quorum import Quorum, Report
+from overlapkit.checkpoint.retention import surplus
+from overlapkit.checkpoint.stage import LANE, Staging
+from overlapkit.checkpoint.writer import write_share
+from overlapkit.span import SpanLog
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all saves of one checkpointer share."""
+
+    root: Path
+    name: str
+    quorum: Quorum
+    disk: Disk
+    log: SpanLog
+    keep: int | None
+    keep_every: int | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save, taken apart and on its way into host memory.
+
+    Attributes:
+        run: The checkpointer's.
+        number: How many saves this run began before it; the same on every rank.
+        step: The step.
+        inventory: The state.
+        staging: Its tensors.
+        rng: The generators' states.
+        metrics: Typed JSON.
+    """
+
+    run: Run
+    number: int
+    step: int
+    inventory: Inventory
+    staging: Staging
+    rng: Any
+    metrics: dict[str, Any]
+
+    def carry_out(self) -> Path:
+        """Write, and commit when every rank has written.
+
+        Returns:
+            The committed checkpoint.
+
+        Raises:
+            RankFailed: Another rank could not; nothing was committed.
+            Exception: This rank could not; nothing was committed on any.
+        """
+        run = self.run
+        temporary = run.root / f".tmp-{run.name}-{self.number}"
+        try:
+            run.quorum.together(
+                f"save/{self.number}",
+                lambda: self._write(temporary),
+                lambda reports: self._commit(temporary, reports),
+            )
+        except BaseException:
+            if run.quorum.rank == 0:
+                with contextlib.suppress(OSError):  # swept later; the error that led here matters more
+                    run.disk.remove(temporary)
+            raise
+        final = run.root / step_name(self.step)
+        if run.quorum.rank == 0:
+            self._delete_surplus(final)
+        return final
+
+    def _write(self, temporary: Path) -> Report:
+        rows = self.staging.rows()
+        about = {
+            "step": self.step,
+            "rank": self.run.quorum.rank,
+            "world": self.run.quorum.world,
+            "rng": self.rng,
+        }
+        with self.run.log.host(LANE, "write", bytes=sum(data.numel() for _, data in rows)):
+            files = write_share(self.run.disk, temporary, self.inventory, rows, about)
+        return {"step": self.step, "files": files, "plain": self._plain_tensors()}
+
+    def _commit(self, temporary: Path, reports: list[Report]) -> Report:
+        for rank, report in enumerate(reports):
+            if report["step"] != self.step:
+                raise RankFailed(f"rank {rank} saved step {report['step']}, rank 0 step {self.step}")
+            if report["plain"] != reports[0]["plain"]:
+                raise RankFailed(
+                    f"rank {rank} has other plain (not DTensor) tensors in its modules or optimizers than "
+                    "rank 0: they would be lost, as rank 0 writes plain tensors for all ranks"
+                )
+        files = {name: file for report in reports for name, file in report["files"].items()}
+        about = {"world": self.run.quorum.world, "metrics": self.metrics}
+        with self.run.log.host(LANE, "commit"):
+            commit(self.run.disk, temporary, self.step, files, about)
+        return {}
+
+    def _plain_tensors(self) -> int:
+        """A checksum of the names, dtypes and shapes of the tensors that rank 0 writes for all ranks."""
+        pieces = self.inventory.pieces
+        written = [(p.name, DTYPES[p.data.dtype], p.shape) for p in pieces if not (p.own or p.sharded)]
+        return zlib.crc32(repr(sorted(written + self.inventory.left_out)).encode())
+
+    def _delete_surplus(self, final: Path) -> None:
+        run = self.run
+        try:
+            tidy(run.disk, run.root, run.name)
+            for step in surplus(sound_steps(run.root), self.step, run.keep, run.keep_every):
+                discard(run.disk, run.root, run.name, run.root / step_name(step))
+        except OSError as error:
+            raise CheckpointError(
+                f"{final} is committed, but older ones cannot be deleted: {error}"
+            ) from error
+
+
+def sound_steps(root: Path) -> list[int]:
+    """The steps of the committed checkpoints whose manifest is sound and whose files are there, ascending."""
+    steps = []
+    for step, folder in step_folders(root).items():
+        with contextlib.suppress(CheckpointError):
+            read_manifest(folder)
+            steps.append(step)
+    return steps

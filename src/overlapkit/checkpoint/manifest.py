@@ -1,0 +1,127 @@
+"""The manifest: the last file of a checkpoint, and what makes a folder one of ours.
+
+step-100/
+    manifest.json            format, step, world size, size of every file, checksum of every part
+    rank-00000.json          part: the rank's JSON state, and where its tensors lie
+    rank-00000.safetensors   the rank's tensors, readable by plain safetensors
+"""
+
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from overlapkit.checkpoint.writer import FORMAT, VERSION
+
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
+_FILE = re.compile(r"rank-(\d{5,})\.(json|safetensors)")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's table of contents, checked against the files' sizes."""
+
+    folder: Path
+    step: int
+    world: int
+    files: dict[str, dict[str, int]]
+    metrics: dict[str, Any]
+
+    def part(self, rank: int) -> dict[str, Any]:
+        """A rank's part, checked against its checksum.
+
+        Raises:
+            DamagedCheckpoint: It differs from what was written.
+        """
+        name = f"rank-{rank:05d}.json"
+        data = _read(self.folder / name)
+        if zlib.crc32(data) != self.files[name].get("crc32"):
+            raise DamagedCheckpoint(f"{self.folder / name}: its checksum differs from the manifest's")
+        try:
+            part: dict[str, Any] = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpoint(f"{self.folder / name}: not JSON ({error})") from error
+        return part
+
+
+def step_name(step: int) -> str:
+    """The folder of a step."""
+    return f"step-{step}"
+
+
+def step_folders(root: Path) -> dict[int, Path]:
+    """Folders by step, for everything named as a committed checkpoint, sound or not, ascending."""
+    if not root.is_dir():
+        return {}
+    found = {int(match[1]): path for path in root.iterdir() if (match := _STEP.fullmatch(path.name))}
+    return {step: found[step] for step in sorted(found) if is_ours(found[step])}
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder was a checkpoint of ours once; it may be damaged now."""
+    return any((folder / name).exists() for name in (MANIFEST, "rank-00000.json"))
+
+
+def manifest_bytes(step: int, files: dict[str, dict[str, int]], world: int, metrics: dict[str, Any]) -> bytes:
+    """A manifest, which carries its own checksum."""
+    inner = {"step": step, "world": world, "files": files, "metrics": metrics}
+    document = {"format": FORMAT, "version": VERSION, "checkpoint": inner}
+    return json.dumps({"crc32": _checksum(document), **document}, indent=1).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a manifest, and check that all its files are there, in full length.
+
+    Raises:
+        DamagedCheckpoint: They are not, or the manifest itself is damaged or none of ours.
+        CheckpointError: It was written by a later version of overlapkit.
+    """
+    path = folder / MANIFEST
+    data = _read(path)
+    try:
+        document = json.loads(data)
+        sound = document.pop("crc32") == _checksum(document) and document["format"] == FORMAT
+        if sound and document["version"] > VERSION:
+            raise CheckpointError(
+                f"{path}: format version {document['version']}, this overlapkit reads {VERSION}: upgrade it"
+            )
+        inner = document["checkpoint"]
+        found = Manifest(folder, inner["step"], inner["world"], inner["files"], inner["metrics"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: not a manifest ({type(error).__name__}: {error})") from error
+    if not sound or step_name(found.step) != folder.name:
+        raise DamagedCheckpoint(f"{path}: its checksum, or its step, does not agree with its content")
+    for name, file in found.files.items():
+        if not _FILE.fullmatch(name):
+            raise DamagedCheckpoint(f"{path}: names {name!r}, which is no file of a checkpoint")
+        size = _size(folder / name)
+        if size != file["bytes"]:
+            was = "missing" if size is None else f"{size} bytes long"
+            raise DamagedCheckpoint(f"{folder / name}: {was}, where {file['bytes']} bytes were written")
+    if any(f"rank-{rank:05d}.json" not in found.files for rank in range(found.world)):
+        raise DamagedCheckpoint(f"{path}: lists fewer parts than its {found.world} ranks wrote")
+    return found
+
+
+def _checksum(document: Any) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _size(path: Path) -> int | None:
+    """Length of a plain file; None for anything else. Symbolic links are not followed."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_size if (status.st_mode & 0o170000) == 0o100000 else None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path}: cannot be read ({error})") from error

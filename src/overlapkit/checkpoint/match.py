@@ -1,0 +1,264 @@
+"""Matching a checkpoint with a state: what to read, what does not fit, and what puts the values in place.
+
+Nothing is changed here. A state is changed by a sound checkpoint that fits it, or not at all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from overlapkit.checkpoint.box import Box, is_dtensor, local_part
+from overlapkit.checkpoint.codec import decode, encode, root, tensor_names
+from overlapkit.checkpoint.layout import (
+    kind_of,
+    named_optimizer_state,
+    optimizer_parameters,
+    parameter_names,
+    plain_name,
+    unwrap,
+)
+from overlapkit.checkpoint.reader import Catalog, Wanted
+
+Values = dict[str, torch.Tensor]
+"""Host memory that holds the tensors' values, this rank's part of each; valid during a restore only."""
+
+
+Apply = Callable[[Values], None]
+Walk = Callable[[str, Any, Any], Apply]
+
+
+@dataclass
+class Plan:
+    """What a restore will do.
+
+    Attributes:
+        wanted: What this rank reads.
+        problems: Where checkpoint and state do not fit.
+        apply: What puts the values in place, in order; nothing for what has problems, except that a
+            module takes those tensors that fit.
+    """
+
+    wanted: Wanted = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    apply: list[Apply] = field(default_factory=list)
+
+
+def make_plan(state: dict[str, Any], catalog: Catalog, only: tuple[str, ...] | None) -> Plan:
+    """Match a state, or those keys of it that are in `only`, with a checkpoint."""
+    plan = Plan()
+    keys = [key for key in state if only is None or key in only]
+    plan.problems += [f"missing: {key!r}" for key in keys if key not in catalog.entries]
+    if only is None:
+        plan.problems += [f"unexpected: {key!r}" for key in catalog.entries if key not in state]
+    matcher = _Matcher(state, catalog, plan)
+    order = ("module", "optimizer", "object", "tensor", "value")  # optimizers look at their parameters
+    for key in sorted(
+        (key for key in keys if key in catalog.entries), key=lambda k: order.index(kind_of(state[k]))
+    ):
+        matcher.match(key)
+    return plan
+
+
+class _Matcher:
+    """One walk over a state and a checkpoint."""
+
+    def __init__(self, state: dict[str, Any], catalog: Catalog, plan: Plan) -> None:
+        self.state = state
+        self.catalog = catalog
+        self.plan = plan
+        self.modules = {
+            key: unwrap(item).state_dict() for key, item in state.items() if isinstance(item, nn.Module)
+        }
+        self.names = parameter_names(state)
+
+    def match(self, key: str) -> None:
+        value, entry = self.state[key], self.catalog.entries[key]
+        kind, known = kind_of(value), len(self.plan.problems)
+        if entry["kind"] != kind:
+            self.plan.problems.append(f"mismatch: {key!r} is a {kind}, in the checkpoint a {entry['kind']}")
+            return
+        walks: dict[str, Walk] = {"module": self.module, "optimizer": self.optimizer, "object": self.object}
+        apply = walks.get(kind, self.value)(key, value, entry["value"])
+        if kind == "module" or len(self.plan.problems) == known:
+            self.plan.apply.append(apply)
+
+    def want(self, name: str, like: torch.Tensor | None, *, in_place: bool = False) -> bool:
+        """Ask for the part of a tensor that `like` is, or for all of it; False if that cannot be."""
+        saved = self.catalog.tensors.get(name)
+        if saved is None:
+            self.plan.problems.append(f"missing: tensor {name!r}")
+            return False
+        fits = (
+            like is None or saved.shape == tuple(like.shape) and (not in_place or saved.dtype == like.dtype)
+        )
+        if not fits:
+            assert like is not None
+            here, there = f"{like.dtype} {tuple(like.shape)}", f"{saved.dtype} {saved.shape}"
+            self.plan.problems.append(f"mismatch: tensor {name!r} is {here}, in the checkpoint {there}")
+            return False
+        box = Box.whole(saved.shape) if like is None else local_part(like, name)[1]
+        self.plan.wanted[name] = (saved, box)
+        return True
+
+    def module(self, key: str, module: nn.Module, entry: dict[str, Any]) -> Apply:
+        actual = self.modules[key]
+        names = {plain_name(name): name for name in actual}
+        self.plan.problems += [f"missing: '{key}/{name}'" for name in names if name not in entry]
+        self.plan.problems += [f"unexpected: '{key}/{name}'" for name in entry if name not in names]
+        targets: dict[str, torch.Tensor] = {}
+        extras: dict[str, Any] = {}
+        for plain, name in ((plain, names[plain]) for plain in entry if plain in names):
+            current, found = actual[name], list(tensor_names(entry[plain]))
+            if not isinstance(current, torch.Tensor):
+                if all(self.want(inner, None) for inner in found):
+                    extras[name] = entry[plain]
+            elif not found:
+                self.plan.problems.append(
+                    f"mismatch: '{key}/{plain}' is a tensor, in the checkpoint it is none"
+                )
+            elif self.want(found[0], current, in_place=True):
+                targets[found[0]] = current
+        inner_module = unwrap(module)
+
+        def apply(values: Values) -> None:
+            _copy_in_place(targets, values)
+            given = {name: decode(extra, lambda n: values[n].clone()) for name, extra in extras.items()}
+            inner_module.load_state_dict({**actual, **given})
+
+        return apply
+
+    def optimizer(self, key: str, optimizer: Optimizer, entry: dict[str, Any]) -> Apply:
+        current = named_optimizer_state(optimizer, self.names)
+        there = decode(entry["rest"], lambda name: name)
+        self._compare_groups(key, current["param_groups"], there["param_groups"])
+        parameters = optimizer_parameters(optimizer, self.names)
+        owners = {root(name): (name, parameter) for name, parameter in parameters}
+        likes: dict[str, torch.Tensor | None] = {}
+        for name in tensor_names(entry):
+            _, part, owner, *rest = [*name.split("/", 3), "", ""]
+            likes[name] = None
+            if part == "state" and owner in owners and name in self.catalog.tensors:
+                parameter_name, parameter = owners[owner]
+                now = current["state"].get(parameter_name, {}).get(rest[0])
+                likes[name] = self._shard_like(name, parameter, now)
+            self.want(name, likes[name])
+        index = {name: i for i, (name, _) in enumerate(parameters)}
+
+        def apply(values: Values) -> None:
+            given = decode(entry["rest"], lambda name: values[name].clone())
+            moments = decode(entry["state"], lambda name: _like(values[name], likes[name]))
+            given["state"] = {index[name]: item for name, item in moments.items()}
+            for group in given["param_groups"]:
+                group["params"] = [index[name] for name in group["params"]]
+            optimizer.load_state_dict(given)
+
+        return apply
+
+    def _compare_groups(self, key: str, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+        here = [name for group in ours for name in group["params"]]
+        there = [name for group in theirs for name in group["params"]]
+        self.plan.problems += [
+            f"missing: parameter {name!r} of {key!r}" for name in here if name not in set(there)
+        ]
+        self.plan.problems += [
+            f"unexpected: parameter {name!r} of {key!r}" for name in there if name not in set(here)
+        ]
+        same = [group["params"] for group in ours] == [group["params"] for group in theirs]
+        if not same and sorted(here) == sorted(there):
+            self.plan.problems.append(
+                f"mismatch: {key!r} has the same parameters in other groups, or another order"
+            )
+
+    def _shard_like(self, name: str, parameter: torch.Tensor, now: Any) -> torch.Tensor | None:
+        """A DTensor that is laid out as this optimizer state will be; None for a plain tensor."""
+        saved = self.catalog.tensors[name]
+        if is_dtensor(parameter) and saved.shape and saved.shape == tuple(parameter.shape):
+            return parameter
+        if is_dtensor(now):
+            return now
+        if saved.sharded and is_dtensor(parameter):
+            self.plan.problems.append(
+                f"mismatch: tensor {name!r} {saved.shape} is not sharded as its parameter is, and the "
+                "optimizer has no state yet that says how: take one step before restoring"
+            )
+        return None
+
+    def object(self, key: str, target: Any, entry: Any) -> Apply:
+        found = list(tensor_names(entry))
+        sharded = any(name in self.catalog.tensors and self.catalog.tensors[name].sharded for name in found)
+        live = _tensors_in(target.state_dict(), root(key)) if sharded else {}
+        likes = {name: tensor for name, tensor in live.items() if is_dtensor(tensor)}
+        for name in found:
+            self.want(name, likes.get(name))
+
+        def apply(values: Values) -> None:
+            target.load_state_dict(decode(entry, lambda name: self._new(name, values[name], likes.get(name))))
+
+        return apply
+
+    def value(self, key: str, target: Any, entry: Any) -> Apply:
+        live = _tensors_in(target, root(key))
+        found = list(tensor_names(entry))
+        self.plan.problems += [f"missing: tensor {name!r}" for name in live if name not in found]
+        for name in found:
+            self.want(name, live.get(name), in_place=True)
+
+        def apply(values: Values) -> None:
+            _copy_in_place({name: live[name] for name in found if name in live}, values)
+
+            def placed(name: str) -> torch.Tensor:
+                return live[name] if name in live else self._new(name, values[name], None)
+
+            self.state[key] = _into(self.state[key], decode(entry, placed))
+
+        return apply
+
+    def _new(self, name: str, value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+        """A tensor of its own with a restored value, on the kind of device that it was on."""
+        if like is None and self.catalog.tensors[name].device == "cuda" and torch.cuda.is_available():
+            return value.to("cuda")
+        return _like(value, like)
+
+
+def _tensors_in(value: Any, path: str) -> dict[str, torch.Tensor]:
+    """The tensors in a plain value, under the names that a save gives them."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, tensor: torch.Tensor) -> str:
+        found[name] = tensor
+        return name
+
+    encode(value, path, keep)
+    return found
+
+
+def _copy_in_place(targets: dict[str, torch.Tensor], values: Values) -> None:
+    with torch.no_grad():
+        for name, target in targets.items():
+            local_part(target, name)[0].copy_(values[name])
+
+
+def _like(value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """A copy of a value, as a DTensor where `like` is one."""
+    if not is_dtensor(like):
+        return value.clone()
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty(value.shape, dtype=value.dtype, device=like.to_local().device).copy_(value)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _into(current: Any, restored: Any) -> Any:
+    """A restored plain value; a dict keeps its identity, so that whoever holds it sees the new content."""
+    if type(current) is dict and type(restored) is dict:
+        merged = {key: _into(current.get(key), item) for key, item in restored.items()}
+        current.clear()
+        current.update(merged)
+        return current
+    return restored

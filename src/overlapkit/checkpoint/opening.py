@@ -1,0 +1,115 @@
+"""What is checked before anything is done: options, directory, step, metrics."""
+
+import numbers
+import operator
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overlapkit.checkpoint.codec import encode
+
+
+def check_options(
+    directory: object,
+    every: object,
+    keep: object,
+    keep_every: object,
+    best: object,
+    in_flight: object,
+    stage: object,
+    timeout: object,
+) -> None:
+    """Raise where an argument of Checkpointer is wrong, or not there yet."""
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"directory={directory!r}: give a path, such as 'runs/a'")
+    if "://" in os.fspath(directory):
+        raise NotImplementedError(
+            f"directory={directory!r}: object stores are not there yet; give a local path"
+        )
+    if every == "auto":
+        raise NotImplementedError("every='auto' is not there yet: give a number of steps")
+    if best is not None:
+        raise NotImplementedError(f"best={best!r} is not there yet: use keep= and keep_every=")
+    for name, value in (
+        ("every", every),
+        ("keep", keep),
+        ("keep_every", keep_every),
+        ("in_flight", in_flight),
+    ):
+        optional = name != "in_flight"
+        if value is None and optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(
+                f"{name}={value!r}: give a whole number of at least 1{', or None' if optional else ''}"
+            )
+    if keep_every is not None and keep is None:
+        raise ValueError(
+            f"keep_every={keep_every!r} without keep=: nothing is ever deleted then; give keep=, too"
+        )
+    if stage not in ("late", "now"):
+        raise ValueError(f"stage={stage!r}: give 'late' or 'now'")
+    if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0")
+
+
+def check_step(step: object) -> int:
+    """A step as an int.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is negative.
+    """
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"step={step!r}: give a whole number (restore also takes 'latest')") from None
+    if number < 0:
+        raise ValueError(f"step={step!r}: give 0 or more")
+    return number
+
+
+def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """Metrics as typed JSON.
+
+    Raises:
+        TypeError: They are not numbers by name.
+    """
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str) or not isinstance(value, numbers.Real):
+            raise TypeError(
+                f"metrics has {name!r}: {value!r}: give numbers by name (a tensor's is its .item())"
+            )
+    encoded: dict[str, Any] = encode(
+        {k: float(v) for k, v in (metrics or {}).items()}, "metrics", lambda n, t: n
+    )
+    return encoded
+
+
+def open_directory(root: Path) -> None:
+    """Make sure that the directory is there and can be written to.
+
+    Raises:
+        ValueError: It, or one that it lies in, is a file.
+        PermissionError: It cannot be made or written to.
+    """
+    try:
+        missing = [path for path in (root, *root.parents) if not path.exists()]
+        root.mkdir(parents=True, exist_ok=True)
+        for made in missing:
+            _sync_parent(made)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"directory={str(root)!r}: it, or a part of it, is a file; give a folder") from error
+    except OSError as error:
+        raise PermissionError(f"directory={str(root)!r} cannot be made: {error}") from error
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise PermissionError(f"directory={str(root)!r} cannot be written to: give another one, or chmod it")
+
+
+def _sync_parent(path: Path) -> None:
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,123 @@
+"""One restore: read and check on every rank, agree, and only then put the values in place."""
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from overlapkit.checkpoint import rng
+from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
+from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
+from overlapkit.checkpoint.match import Plan, Values, make_plan
+from overlapkit.checkpoint.opening import check_step
+from overlapkit.checkpoint.quorum import Quorum, Report
+from overlapkit.checkpoint.reader import Catalog, read_boxes, room
+from overlapkit.checkpoint.stage import Stager
+from overlapkit.pinned import PinnedBuffer
+
+
+class Restorer:
+    """Restores the checkpoints of one directory.
+
+    Invariants:
+        * All ranks restore the same checkpoint, or none.
+        * A state is changed only after everything that it takes has been read and checked, on all ranks.
+    """
+
+    def __init__(self, root: Path, quorum: Quorum, stager: Stager) -> None:
+        self._root = root
+        self._quorum = quorum
+        self._stager = stager
+        self._calls = itertools.count()
+
+    def restore(
+        self, state: dict[str, Any], step: int | Literal["latest"], only: tuple[str, ...] | None, strict: bool
+    ) -> int:
+        """See `Checkpointer.restore`. No save may be in flight."""
+        name = f"restore/{next(self._calls)}"
+        steps = self._quorum.together(name, dict, lambda _: {"steps": self.candidates(step)})["steps"]
+        damage: list[str] = []
+        for candidate in steps:
+            damaged = self._restore_one(f"{name}/{candidate}", candidate, state, only, strict)
+            if not damaged:
+                return int(candidate)
+            damage.append(damaged)
+            if step == "latest":
+                warnings.warn(f"{step_name(candidate)} is damaged and is skipped: {damaged}", stacklevel=3)
+        if damage:  # nothing sound is left: starting from 0 in silence would lose the run
+            raise DamagedCheckpoint("; ".join(damage))
+        return 0
+
+    def candidates(self, step: int | Literal["latest"]) -> list[int]:
+        """The checkpoints to try, the best first.
+
+        Raises:
+            FileNotFoundError: There is none of this step.
+        """
+        there = list(step_folders(self._root))
+        if step == "latest":
+            return there[::-1]
+        if (number := check_step(step)) not in there:
+            raise FileNotFoundError(
+                f"step={step}: {self._root} has no such checkpoint, but {there or 'none at all'}"
+            )
+        return [number]
+
+    def _restore_one(
+        self, key: str, step: int, state: dict[str, Any], only: tuple[str, ...] | None, strict: bool
+    ) -> str:
+        """Restore one checkpoint, on all ranks or on none; returns what is damaged, or nothing."""
+        loans: list[PinnedBuffer] = []
+        done: list[tuple[Plan, Values, Catalog]] = []
+
+        def work() -> Report:
+            try:
+                done.append(self._read(step, state, only, strict, loans))
+            except DamagedCheckpoint as error:
+                return {"damaged": str(error)}
+            return {}
+
+        try:
+            damaged = str(self._quorum.together(key, work, _all_damage)["damaged"])
+            if not damaged:
+                _apply(*done[0], rng_too=only is None)
+            return damaged
+        finally:
+            done.clear()
+            for loan in loans:
+                loan.give_back()
+
+    def _read(
+        self,
+        step: int,
+        state: dict[str, Any],
+        only: tuple[str, ...] | None,
+        strict: bool,
+        loans: list[PinnedBuffer],
+    ) -> tuple[Plan, Values, Catalog]:
+        manifest = read_manifest(self._root / step_name(step))
+        catalog = Catalog(manifest, self._quorum.rank, self._quorum.world)
+        plan = make_plan(state, catalog, only)
+        if plan.problems and strict:
+            problems = "".join(f"\n    {problem}" for problem in plan.problems)
+            raise MismatchError(
+                f"{manifest.folder} does not fit the state; only= restores some of its keys, strict=False "
+                f"what fits:{problems}"
+            )
+        nbytes = room(plan.wanted)
+        loans.append(self._stager.borrow(nbytes))
+        return plan, read_boxes(plan.wanted, loans[0].bytes(nbytes)), catalog
+
+
+def _apply(plan: Plan, values: Values, catalog: Catalog, *, rng_too: bool) -> None:
+    if plan.problems:
+        problems = "; ".join(plan.problems)
+        warnings.warn(f"{step_name(catalog.step)} does not fit in full: {problems}", stacklevel=5)
+    for apply in plan.apply:
+        apply(values)
+    if rng_too and catalog.rng is not None:
+        rng.put_back(catalog.rng)
+
+
+def _all_damage(reports: list[Report]) -> Report:
+    return {"damaged": "; ".join(dict.fromkeys(r["damaged"] for r in reports if "damaged" in r))}

@@ -1,0 +1,19 @@
+"""An error on its way from the reader to the consumer.
+
+A value, not a raise: the consumer can tell it from a Ctrl-C in its own wait, after which it may go on.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Failed:
+    """Reading or transforming a batch raised."""
+
+    error: BaseException | None
+
+    def take(self) -> BaseException:
+        """The error, once: this object must not keep the frames of its traceback alive afterwards."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error

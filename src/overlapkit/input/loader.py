@@ -1,0 +1,271 @@
+"""DeviceLoader: the next batch is read, and copied to the device, while the step computes."""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from overlapkit.device import as_device
+from overlapkit.input.detect import known_length, open_source
+from overlapkit.input.iterator import BatchIterator
+from overlapkit.input.position import Position
+from overlapkit.input.reader import Reader
+from overlapkit.input.skipping import sampler_chain
+from overlapkit.input.sources import Cursor
+from overlapkit.input.transfer import Mover
+from overlapkit.span import Span, SpanLog
+
+
+class DeviceLoader:
+    """Reads ahead of a training loop in a thread, and hands over batches that are on the device.
+
+    ```python
+    loader = DeviceLoader(DataLoader(dataset, batch_size=32, shuffle=True), "cuda")
+    for x, y in loader:
+        ...
+    ```
+
+    On a GPU the tensors of a batch are packed into one page-locked buffer, copied in one go on a side
+    stream, and ordered before whatever the consumer's current stream is given next. On the CPU batches
+    are handed over as they are, read ahead.
+
+    Batches keep their types: lists, tuples, named tuples, mappings and dataclasses of any nesting are
+    rebuilt, tensors that share memory go on sharing it, objects with `.to` and `.pin_memory` move
+    themselves, and all else (numpy arrays too) is handed over untouched. Tensors of one batch share one
+    device allocation: one that is kept keeps all of it.
+
+    `state_dict()` counts what the loop has taken, not what was read ahead, and what is loaded applies to
+    the next `iter()`. A map-style DataLoader is taken up in mid-epoch by skipping indices in the same
+    order, a list by index, a source with a state of its own by that; anything else only between epochs.
+    A state at an epoch's end starts the next epoch. Random augmentation goes on bitwise only where it
+    does not draw from global generators: the reader's thread shares those with the training loop.
+
+    Args:
+        source: A re-iterable of batches: DataLoader, StatefulDataLoader, torchdata.nodes.Loader, a list,
+            or a function that returns a fresh iterator for each epoch. Its `pin_memory` is best left
+            False: batches are page-locked here.
+        device: Where batches go; None for the current accelerator, else the CPU.
+        depth: Batches read ahead, at least 1.
+        pin: Page-lock host memory; None does so where the device is a GPU. It takes at most (depth + 1)
+            times the largest batch.
+        reuse_buffers: Fixed device addresses. Not implemented yet.
+        transform: Applied to each batch: on a GPU on the device, on the side stream; else in the
+            reader's thread.
+        uneven: What to do where ranks have different numbers of batches. "error" promises that they do
+            not: nothing is exchanged between ranks to verify it, each hands over what its source has, and
+            a difference ends in a collective's timeout. "drop" and "join" are not implemented yet.
+
+    Raises:
+        TypeError: `source` is no re-iterable of batches.
+        ValueError: `source` is empty, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        device: torch.device | str | int | None = None,
+        *,
+        depth: int = 2,
+        pin: bool | None = None,
+        reuse_buffers: bool = False,
+        transform: Callable[[Any], Any] | None = None,
+        uneven: Literal["error", "drop", "join"] = "error",
+    ) -> None:
+        _check(depth, pin, reuse_buffers, transform, uneven)
+        self._source = open_source(source)
+        self._device = as_device(device)
+        on_gpu = self._device.type == "cuda"
+        if pin and not on_gpu:
+            warnings.warn(
+                f"pin=True has no effect with device={str(self._device)!r}: nothing is copied", stacklevel=2
+            )
+        self._depth = depth
+        self._pin = on_gpu if pin is None else pin
+        self._transform = transform
+        self._log = SpanLog()
+        self._idle: list[Mover] = []
+        self._live: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
+        self._epoch: int | None = None
+        self._resume: Position | None = None
+        self._position: Position | None = None
+
+    def __iter__(self) -> BatchIterator:
+        """Start a pass: an epoch, or the rest of the one that a loaded state stands in.
+
+        Passes are independent of each other where the source's are; where it has one iterator at a time
+        (it has a state, or persistent workers), an earlier pass that was not finished is closed.
+        """
+        if self._source.exclusive:
+            for earlier in list(self._live):
+                earlier.supersede()
+        resume, self._resume = self._resume, None
+        made = BatchIterator(
+            self._begin,
+            self._still_wanted(resume),
+            self._depth,
+            self._device,
+            self._log,
+            self._take_note,
+            self._take_back,
+        )
+        self._live.add(made)
+        if self._position is None:
+            self._position = made.position
+        return made
+
+    def __len__(self) -> int:
+        """Batches in an epoch, where the source knows."""
+        return len(self._source.original)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are handed over."""
+        return self._device
+
+    @property
+    def dataset(self) -> Any:
+        """The source's dataset."""
+        return self._source.original.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The source's sampler."""
+        return self._source.original.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The source's batch sampler."""
+        return self._source.original.batch_sampler
+
+    @property
+    def batch_size(self) -> Any:
+        """The source's batch size."""
+        return self._source.original.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the source, or its samplers and dataset, which epoch the next pass is.
+
+        Nothing happens where none of them has epochs.
+        """
+        self._epoch = epoch
+        for holder in self._epoch_holders():
+            holder.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands: after the batch that was handed over last, by whichever pass.
+
+        Returns:
+            Plain values and uint8 tensors, as far as the source's own state consists of such.
+        """
+        if self._position is None:
+            self._position = self._source.rest()
+            self._position.epoch = self._current_epoch()
+        return self._position.state_dict(self._source.kind)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next `iter()` start where the loop stood when `state` was taken.
+
+        Raises:
+            TypeError: `state` is no dict.
+            ValueError: `state` is of another kind of source or another version, or stands where this
+                source cannot be taken up.
+        """
+        position = Position.from_state(state, self._source.kind)
+        self._source.check(position)
+        if position.epoch is not None:
+            self.set_epoch(position.epoch)
+        self._resume = self._position = position
+
+    def timings(self) -> list[Span]:
+        """The spans finished since the last call.
+
+        Lane input: "source" (the reader asked the source), "wait" (exposed: the loop waited for a batch),
+        "transform" (CPU). Lane transfer: "pack" (into the host buffer), "copy" or "copy pageable" (with
+        bytes), "transform", "wait" (exposed: the consumer's stream waited).
+        """
+        return self._log.take()
+
+    def close(self) -> None:
+        """End all passes and free the host buffers. The loader can be used again."""
+        for iterator in list(self._live):
+            iterator.close()
+        self._idle.clear()
+
+    def _begin(self, resume: Position | None) -> Reader:
+        """Start reading; called in the consumer's thread."""
+        epoch = self._current_epoch()
+        if resume is not None and resume.taken and resume.epoch != epoch is not None:
+            cursor = self._replay(resume, epoch)
+        else:
+            cursor = self._source.begin(resume)
+            cursor.position.epoch = epoch
+        mover = None
+        if self._device.type == "cuda":
+            mover = self._idle.pop() if self._idle else self._new_mover()
+        return Reader(cursor, mover, self._transform, self._log)
+
+    def _replay(self, resume: Position, epoch: int) -> Cursor:
+        """Take up an epoch that is over but for its end, though the next is set: generators go through it."""
+        assert resume.epoch is not None
+        self.set_epoch(resume.epoch)
+        try:
+            cursor = self._source.begin(resume)
+        finally:
+            self.set_epoch(epoch)
+        cursor.position.epoch = resume.epoch
+        return cursor
+
+    def _new_mover(self) -> Mover:
+        return Mover(self._device, self._depth + 1, self._pin, self._transform, self._log)
+
+    def _take_note(self, position: Position) -> None:
+        self._position = position
+
+    def _take_back(self, reader: Reader) -> None:
+        """Keep what a finished pass moved its batches with: streams and page-locked memory are dear."""
+        if reader.mover is not None:
+            self._idle.append(reader.mover)
+            reader.mover = None
+
+    def _still_wanted(self, resume: Position | None) -> Position | None:
+        """Drop a loaded position within an epoch when another epoch was set since."""
+        epoch = self._current_epoch()
+        over = (0, known_length(self._source.original))
+        if resume is None or resume.epoch == epoch or resume.taken in over:
+            return resume
+        warnings.warn(
+            f"the loaded state stands after batch {resume.taken} of epoch {resume.epoch}, but epoch {epoch} "
+            "was set: the rest of that epoch is left out. Start at the state's epoch to go on in it",
+            stacklevel=3,
+        )
+        return None
+
+    def _current_epoch(self) -> int | None:
+        for holder in self._epoch_holders():
+            if isinstance(epoch := getattr(holder, "epoch", None), int):
+                return epoch
+        return self._epoch
+
+    def _epoch_holders(self) -> list[Any]:
+        source = self._source.original
+        if callable(getattr(source, "set_epoch", None)):
+            return [source]
+        candidates = [*sampler_chain(source), getattr(source, "dataset", None)]
+        return [holder for holder in candidates if callable(getattr(holder, "set_epoch", None))]
+
+
+def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any) -> None:
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+        raise ValueError(f"depth={depth!r}: the number of batches read ahead is an integer of at least 1")
+    if pin not in (None, True, False):
+        raise ValueError(f"pin={pin!r}: use True, False, or None to page-lock where the device is a GPU")
+    if transform is not None and not callable(transform):
+        raise TypeError(f"transform={transform!r} is not callable: give a function of one batch, or None")
+    if uneven not in ("error", "drop", "join"):
+        raise ValueError(f"uneven={uneven!r}: use 'error' (or, later, 'drop' or 'join')")
+    if uneven != "error":
+        raise NotImplementedError(f"uneven={uneven!r} is not implemented yet: use 'error' and even ranks")
+    if reuse_buffers:
+        raise NotImplementedError("reuse_buffers=True is not implemented yet: use False")

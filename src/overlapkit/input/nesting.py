@@ -1,0 +1,93 @@
+"""Walking a batch of any nesting and rebuilding it with the same types.
+
+A container in which nothing was replaced is handed on as the same object, so what is not understood
+here (strings, numpy arrays, sets, plain objects) is never touched.
+"""
+
+import copy
+import dataclasses
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+_ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+
+
+def moves_itself(value: Any) -> bool:
+    """Whether an object brings its own `.to` and `.pin_memory`, as torch's custom batch types do.
+
+    `.to` alone is not enough: physical quantities and points in time have one too.
+    """
+    return callable(getattr(value, "to", None)) and callable(getattr(value, "pin_memory", None))
+
+
+def map_leaves(batch: Any, fn: Callable[[Any], Any]) -> Any:
+    """Replace each tensor, and each object that moves itself, by what `fn` makes of it.
+
+    Followed are lists, tuples, named tuples, deques, mappings and dataclasses (frozen ones too), with
+    their subclasses. Nothing in `batch` is changed.
+
+    Raises:
+        TypeError: A container cannot be rebuilt with its own type.
+    """
+    kind = type(batch)
+    if kind in _ATOMS:
+        return batch
+    if isinstance(batch, torch.Tensor) or moves_itself(batch):
+        return fn(batch)
+    if isinstance(batch, list | tuple | deque | UserList):
+        items = [map_leaves(item, fn) for item in batch]
+        return batch if _same(items, batch) else _rebuild(_with_items, batch, items)
+    if isinstance(batch, Mapping):
+        pairs = {key: map_leaves(item, fn) for key, item in batch.items()}
+        return batch if _same(pairs.values(), batch.values()) else _rebuild(_with_pairs, batch, pairs)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        old = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        new = {name: map_leaves(value, fn) for name, value in old.items()}
+        return batch if _same(new.values(), old.values()) else _rebuild(_with_fields, batch, new)
+    return batch
+
+
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _rebuild(how: Callable[[Any, Any], Any], old: Any, content: Any) -> Any:
+    try:
+        return how(old, content)
+    except Exception as error:
+        raise TypeError(
+            f"a batch holds a {type(old).__module__}.{type(old).__qualname__}, which cannot be rebuilt "
+            f"around the tensors on the device ({error}): give it .to(device) and .pin_memory(), or "
+            "let the source yield a dict, a tuple or a dataclass"
+        ) from error
+
+
+def _with_items(old: Any, items: list[Any]) -> Any:
+    kind = type(old)
+    if isinstance(old, tuple):
+        return kind._make(items) if hasattr(kind, "_fields") else kind(items)
+    if kind is list:
+        return items
+    new = copy.copy(old)  # a subclass keeps its attributes
+    for index, item in enumerate(items):
+        new[index] = item
+    return new
+
+
+def _with_pairs(old: Any, pairs: dict[Any, Any]) -> Any:
+    if not isinstance(old, dict | UserDict):
+        return type(old)(pairs)  # a shallow copy of an unknown mapping may share what it holds
+    new = copy.copy(old)
+    for key, value in pairs.items():
+        new[key] = value
+    return new
+
+
+def _with_fields(old: Any, values: dict[str, Any]) -> Any:
+    new = copy.copy(old)  # not replace(): __init__ and __post_init__ have run for this batch already
+    for name, value in values.items():
+        object.__setattr__(new, name, value)  # frozen ones too
+    return new

@@ -1,0 +1,152 @@
+"""Many host tensors of one batch in one stretch of bytes, so that one copy moves them all.
+
+Bytes are copied as they lie in their storages: strides survive (channels-last stays so), tensors that
+share memory still share it on the device, and an expanded tensor costs what it holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 512
+"""Bytes; where the caching allocator would start a tensor, so that vectorised kernels see no difference."""
+
+_GRAIN = 16  # bytes of the widest dtype: a range that starts on it keeps every offset in it divisible
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What is copied in one go: bytes of one storage, or one tensor that is compacted on the way."""
+
+    source: torch.Tensor
+    at: int
+    place: "_Place | None"
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a tensor lies in the packed bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    at: int
+
+    def view(self, packed: torch.Tensor) -> torch.Tensor:
+        offset = self.at // self.dtype.itemsize
+        return torch.as_strided(packed.view(self.dtype), self.shape, self.stride, offset)
+
+
+@dataclass(slots=True)
+class _Extent:
+    """The bytes of its storage that a tensor spans, holes included."""
+
+    index: int
+    tensor: torch.Tensor
+    start: int
+    end: int
+    content: int
+
+
+def packable(tensor: torch.Tensor) -> bool:
+    """Whether a host tensor is no more than its bytes, dtype, shape and strides."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad)
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+class Packing:
+    """Where each of some packable tensors goes in one stretch of bytes.
+
+    Args:
+        tensors: Of any shapes, strides and dtypes; views of one storage, too.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._pieces: list[_Piece] = []
+        self._places: dict[int, _Place] = {}
+        self.nbytes = 0
+        storages: dict[int, list[_Extent]] = {}
+        for index, tensor in enumerate(tensors):
+            extent = _extent(index, tensor)
+            if extent.content == 0:
+                self._places[index] = _Place(tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
+            else:
+                storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(extent)
+        for extents in storages.values():
+            for group in _overlapping(extents):
+                self._add(group)
+
+    def fill(self, packed: torch.Tensor) -> None:
+        """Copy the tensors in. `packed` is uint8 of shape (nbytes,), on the host."""
+        for piece in self._pieces:
+            if piece.place is None:
+                packed[piece.at : piece.at + piece.source.numel()].copy_(piece.source)
+            else:
+                piece.place.view(packed).copy_(piece.source)
+
+    def views(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in the order given, as views of `packed`: uint8 of shape (nbytes,), anywhere."""
+        return [self._places[index].view(packed) for index in range(len(self._places))]
+
+    def _add(self, group: list[_Extent]) -> None:
+        """Place tensors that overlap: as one range of bytes, or one by one where that has more holes."""
+        start = group[0].start - group[0].start % _GRAIN
+        end = max(extent.end for extent in group)
+        if end - group[0].start > sum(extent.content for extent in group):
+            for extent in group:
+                self._add_compacted(extent)
+            return
+        at = self._reserve(end - start)
+        self._pieces.append(_Piece(_bytes_of(group, start, end), at, None))
+        for extent in group:
+            tensor = extent.tensor
+            self._places[extent.index] = _Place(
+                tensor.dtype, tuple(tensor.shape), tensor.stride(), at + extent.start - start
+            )
+
+    def _add_compacted(self, extent: _Extent) -> None:
+        tensor = extent.tensor
+        stride = torch.empty_like(tensor, device="meta").stride()
+        place = _Place(tensor.dtype, tuple(tensor.shape), stride, self._reserve(extent.content))
+        self._places[extent.index] = place
+        self._pieces.append(_Piece(tensor, place.at, place))
+
+    def _reserve(self, nbytes: int) -> int:
+        at = self.nbytes
+        self.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return at
+
+
+def _extent(index: int, tensor: torch.Tensor) -> _Extent:
+    size, count = tensor.element_size(), tensor.numel()
+    start = int(tensor.storage_offset()) * size
+    if count == 0:
+        return _Extent(index, tensor, start, start, 0)
+    last = sum((n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Extent(index, tensor, start, start + (last + 1) * size, count * size)
+
+
+def _overlapping(extents: list[_Extent]) -> list[list[_Extent]]:
+    """Groups of extents of one storage that overlap, each by start."""
+    groups: list[list[_Extent]] = []
+    end = -1
+    for extent in sorted(extents, key=lambda extent: extent.start):
+        if extent.start < end:
+            groups[-1].append(extent)
+        else:
+            groups.append([extent])
+        end = max(end, extent.end)
+    return groups
+
+
+def _bytes_of(group: list[_Extent], start: int, end: int) -> torch.Tensor:
+    """A range of the storage that the group shares, as uint8 (end - start,)."""
+    # two storages can start at one address (made from one numpy array): the longest holds them all
+    storage = max((extent.tensor.untyped_storage() for extent in group), key=lambda s: s.nbytes())
+    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (end - start,), (1,))

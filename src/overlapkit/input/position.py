@@ -1,0 +1,58 @@
+"""How far the consumer has come in a source, as a value that a checkpoint can keep."""
+
+from dataclasses import dataclass
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class Position:
+    """Counts what the consumer has taken, never what was read ahead.
+
+    Attributes:
+        taken: Batches taken since the epoch began; 0 between epochs.
+        epoch: The epoch that the sampler was set to, or None where it has no epochs.
+        order: What brings the epoch's order back, as the source recorded it when the epoch began.
+        mark: What the source noted with the last batch taken, or a function that works it out.
+    """
+
+    taken: int = 0
+    epoch: int | None = None
+    order: Any = None
+    mark: Any = None
+
+    def state_dict(self, kind: str) -> dict[str, Any]:
+        """Plain values and uint8 tensors."""
+        return {
+            "format": FORMAT,
+            "source": kind,
+            "taken": self.taken,
+            "epoch": self.epoch,
+            "order": self.order,
+            "mark": self.mark() if callable(self.mark) else self.mark,
+        }
+
+    @classmethod
+    def from_state(cls, state: Any, kind: str) -> "Position":
+        """The position that `state_dict` described.
+
+        Raises:
+            TypeError: It is no dict.
+            ValueError: Another kind of source, or another version of overlapkit, wrote it.
+        """
+        if not isinstance(state, dict):
+            raise TypeError(
+                f"state is a {type(state).__name__}: give what DeviceLoader.state_dict() returned"
+            )
+        if state.get("format") != FORMAT:
+            raise ValueError(
+                f"state has format {state.get('format')!r}, this version of overlapkit reads {FORMAT}: "
+                "give what DeviceLoader.state_dict() returned"
+            )
+        if state["source"] != kind:
+            raise ValueError(
+                f"state was saved over a source of the kind {state['source']!r}, this one is {kind!r}: "
+                "build the DeviceLoader over the same kind of source as when it was saved"
+            )
+        return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"])

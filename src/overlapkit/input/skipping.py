@@ -1,0 +1,228 @@
+"""Taking up a plain DataLoader in mid-epoch, without loading what had been taken before.
+
+The epoch's order is drawn again from the random state that it was drawn from, and the sampler's first
+batches of indices are skipped; no sample of theirs is loaded.
+"""
+
+import copy
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from overlapkit.input.position import Position
+from overlapkit.input.sources import Cursor, Source, random_state
+
+
+def why_not_skipping(loader: DataLoader[Any]) -> str | None:
+    """Why a DataLoader's position is not a number of index batches; None where it is."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset is an IterableDataset, which only its own state_dict() could take up"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"{type(loader).__name__} iterates in its own way"
+    if loader.num_workers and not loader.in_order:
+        return "with in_order=False its batches come in an order of chance"
+    return None
+
+
+class SkippingLoader(Source):
+    """A plain map-style DataLoader.
+
+    What reads is a clone of it, equal in all settings, whose sampler can begin late.
+    """
+
+    kind = "map"
+
+    def __init__(self, original: DataLoader[Any]) -> None:
+        super().__init__(original)
+        self.exclusive = original.persistent_workers
+        self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
+
+    def begin(self, resume: Position | None) -> Cursor:
+        """Start an epoch in a new order, or in that of `resume` after the batches taken there.
+
+        Raises:
+            RuntimeError: The source does not give the order that the state was saved in.
+        """
+        if resume is None or resume.order is None:
+            return self._start(self._order(), None)
+        _restore(self._generators(), resume.order["generators"])
+        if resume.order["torch"] is None:  # saved between epochs
+            return self._start(self._order(), None)
+        with random_state(resume.order["torch"]):
+            return self._start(resume.order, resume)
+
+    def rest(self) -> Position:
+        """The generators as they are."""
+        return Position(order=self._order(between=True))
+
+    def _start(self, order: dict[str, Any], resume: Position | None) -> "_IndexCursor":
+        loader, indices = self._clone()
+        indices.skip = resume.taken if resume else 0
+        batches = iter(loader)
+        assert indices.latest is not None
+        indices.latest.prime()
+        if resume is not None:
+            indices.latest.check(resume)
+        taken, mark = (resume.taken, resume.mark) if resume else (0, None)
+        return _IndexCursor(batches, Position(taken, order=order, mark=mark), indices.latest, self)
+
+    def _clone(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
+        if self._kept is not None:
+            return self._kept
+        loader = copy.copy(self.original)
+        attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        indices = _IndexBatches(getattr(loader, attribute))
+        loader.__dict__[attribute] = indices  # setattr is refused once a DataLoader is made
+        if loader.persistent_workers:
+            loader._iterator = None  # the original's workers are not ours
+            self._kept = loader, indices
+        return loader, indices
+
+    def _order(self, *, between: bool = False) -> dict[str, Any]:
+        """What the next order is drawn from. Between epochs torch's global state moves on: it is left out."""
+        return {
+            "generators": [generator.get_state() for generator in self._generators()],
+            "torch": None if between else torch.get_rng_state(),
+        }
+
+    def _generators(self) -> list[torch.Generator]:
+        holders = [self.original, *sampler_chain(self.original)]
+        found = [value for holder in holders for value in vars(holder).values() if _is_generator(value)]
+        return list({id(generator): generator for generator in found}.values())
+
+
+def sampler_chain(loader: Any) -> list[Any]:
+    """A loader's samplers and, in turn, those they draw from."""
+    chain: list[Any] = []
+    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while waiting:
+        sampler = waiting.pop(0)
+        if hasattr(sampler, "__dict__") and not any(sampler is known for known in chain):
+            chain.append(sampler)
+            waiting += [held for name, held in vars(sampler).items() if _is_sampler(name, held)]
+    return chain
+
+
+class _IndexBatches:
+    """Stands in for a loader's (batch) sampler: each pass begins after `skip` of its batches."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+        self.skip = 0
+        self.latest: _Draws | None = None
+
+    def __iter__(self) -> "_Draws":
+        self.latest = _Draws(self._sampler, self.skip)  # a DataLoader with workers begins twice
+        return self.latest
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]  # fails as the sampler itself would
+
+
+class _Draws:
+    """One pass over index batches, which remembers those whose data has not been handed over."""
+
+    def __init__(self, sampler: Iterable[Any], skip: int) -> None:
+        self._sampler = sampler
+        self._skip = skip
+        self._batches: Iterator[Any] | None = None
+        self._first: list[Any] = []
+        self._last_skipped: Any = None
+        self._skipped = 0
+        self.given = 0
+        self.under_way: deque[Any] = deque()
+
+    def __iter__(self) -> "_Draws":
+        return self
+
+    def __next__(self) -> Any:
+        self.prime()
+        assert self._batches is not None
+        index = self._first.pop() if self._first else next(self._batches)
+        self.given += 1
+        self.under_way.append(index)
+        return index
+
+    def prime(self) -> None:
+        """Skip, and draw the first batch: samplers that shuffle do it here, in the caller's thread."""
+        if self._batches is not None:
+            return
+        self._batches = iter(self._sampler)
+        for index in islice(self._batches, self._skip):
+            self._last_skipped = index
+            self._skipped += 1
+        self._first.extend(islice(self._batches, 1))
+
+    def advance(self, given: int) -> None:
+        """Draw on until `given` batches were given, so that generators stand where they should."""
+        missing = given - self.given - len(self._first)
+        assert self._batches is not None
+        deque(islice(self._batches, max(0, missing)), maxlen=0)
+
+    def check(self, resume: Position) -> None:
+        """Refuse to go on in another order than the one that was left."""
+        mark = digest(self._last_skipped)
+        if self._skipped == resume.taken and (None in (mark, resume.mark) or mark == resume.mark):
+            return
+        what = f"ends after {self._skipped}" if self._skipped < resume.taken else "has other samples there"
+        raise RuntimeError(
+            f"state stands after batch {resume.taken} of an epoch, but source {what}: resume with the same "
+            "dataset, batch_size, shuffle, world size and seed as when it was saved, and with a sampler that "
+            "draws from torch's global generator, its own torch.Generator, or (seed, epoch)"
+        )
+
+
+class _IndexCursor(Cursor):
+    """A pass that notes with each batch which samples it was made of."""
+
+    def __init__(
+        self, batches: Iterator[Any], position: Position, draws: _Draws, source: SkippingLoader
+    ) -> None:
+        super().__init__(batches, position)
+        self._draws = draws
+        self._source = source
+        self._ahead = draws.given
+
+    def next(self) -> tuple[Any, Any]:
+        batch, _ = super().next()
+        index = self._draws.under_way.popleft()
+        return batch, partial(digest, index.copy() if type(index) is list else index)
+
+    def finished(self) -> Position:
+        return self._source.rest()
+
+    def close(self, handed_out: int, depth: int) -> None:
+        super().close(handed_out, depth)
+        # how far the reader came is chance; where a shared generator is left must not be
+        self._draws.advance(self._ahead + handed_out + depth)
+
+
+def digest(index: Any) -> int | None:
+    """A checksum of the samples of a batch, or None where they are not plain numbers and text."""
+    if type(index) is list and all(type(i) is int or type(i) is str for i in index):
+        return zlib.crc32(repr(index).encode())
+    return digest([index]) if type(index) is int or type(index) is str else None
+
+
+def _is_sampler(name: str, value: Any) -> bool:
+    return isinstance(value, Sampler) or name in ("sampler", "batch_sampler")
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+def _restore(generators: list[torch.Generator], states: list[Any]) -> None:
+    if len(generators) != len(states):
+        raise RuntimeError(
+            f"state holds {len(states)} generator state(s), source has {len(generators)} torch.Generator(s): "
+            "build the source as it was when the state was saved"
+        )
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(torch.as_tensor(state, dtype=torch.uint8, device="cpu"))

@@ -1,0 +1,189 @@
+"""What a DeviceLoader can read from, and how each kind of source is taken up again in mid-epoch.
+
+A Source is asked for one Cursor an epoch, in the consumer's thread, so that random numbers drawn by
+`iter()` are drawn where they would be without us. The cursor is advanced in the reader's thread.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import GeneratorType
+from typing import Any
+
+import torch
+
+from overlapkit.input.position import Position
+
+
+class Cursor:
+    """One pass over a source.
+
+    Attributes:
+        position: Where the consumer stands before it has taken a batch of this pass.
+    """
+
+    def __init__(self, batches: Iterator[Any], position: Position) -> None:
+        self._batches: Iterator[Any] | None = batches
+        self.position = position
+
+    def next(self) -> tuple[Any, Any]:
+        """The next batch, and the mark that describes having taken it.
+
+        Raises:
+            StopIteration: The epoch is over.
+        """
+        assert self._batches is not None
+        return next(self._batches), None
+
+    def finished(self) -> Position:
+        """Where the consumer stands when it has seen the end of the epoch."""
+        return Position()
+
+    def close(self, handed_out: int, depth: int) -> None:
+        """Let go of the source's iterator. Called once, when nobody is in `next`.
+
+        Args:
+            handed_out: Batches of this pass that the consumer took.
+            depth: Batches that may have been read ahead of that.
+        """
+        batches, self._batches = self._batches, None
+        if isinstance(batches, GeneratorType):
+            batches.close()  # now, and with its own errors, though a traceback may still refer to it
+
+
+class Source(ABC):
+    """A re-iterable of batches.
+
+    Attributes:
+        kind: Its name in a state.
+        exclusive: It has one iterator at a time: a new one makes the old one useless.
+    """
+
+    kind: str
+    exclusive = False
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    @abstractmethod
+    def begin(self, resume: Position | None) -> Cursor:
+        """Start a pass, at its beginning or where `resume` stood. Called in the consumer's thread."""
+
+    def check(self, resume: Position) -> None:
+        """Refuse a position that this source cannot go to.
+
+        Raises:
+            ValueError: It cannot; the message says why and what to do.
+        """
+        if resume.taken < 0:
+            raise ValueError(f"state has taken {resume.taken} batches: it is damaged")
+
+    def rest(self) -> Position:
+        """Where the consumer stands before the first epoch."""
+        return Position()
+
+
+class Listed(Source):
+    """A list or tuple of batches: taken up by index."""
+
+    kind = "list"
+
+    def begin(self, resume: Position | None) -> Cursor:
+        """Start at the first batch that has not been taken."""
+        taken = resume.taken if resume else 0
+        batches = (self.original[index] for index in range(taken, len(self.original)))
+        return Cursor(batches, Position(taken))
+
+    def check(self, resume: Position) -> None:
+        """Refuse a position beyond the end."""
+        super().check(resume)
+        if resume.taken > len(self.original):
+            raise ValueError(
+                f"state has taken {resume.taken} batches, source has {len(self.original)}: "
+                "it is not the source that the state was saved over"
+            )
+
+
+class Opaque(Source):
+    """An iterable, or a function that returns one, without state: taken up between epochs only.
+
+    Args:
+        original: The iterable or function.
+        why: Why its position cannot be restored.
+    """
+
+    kind = "iterable"
+
+    def __init__(self, original: Any, why: str) -> None:
+        super().__init__(original)
+        self._why = why
+
+    def begin(self, resume: Position | None) -> Cursor:
+        """Start at the beginning."""
+        batches = self.original if isinstance(self.original, Iterable) else self.original()
+        if not isinstance(batches, Iterable):
+            raise TypeError(
+                f"source={self.original!r} returned a {type(batches).__name__}: it must return an iterable"
+            )
+        return Cursor(iter(batches), Position())
+
+    def check(self, resume: Position) -> None:
+        """Refuse any position within an epoch."""
+        super().check(resume)
+        if resume.taken:
+            raise ValueError(
+                f"state stands after batch {resume.taken} of an epoch, and source cannot be taken up there: "
+                f"{self._why}. Use a map-style dataset with DataLoader, torchdata's StatefulDataLoader, or "
+                "give the source state_dict() and load_state_dict(); or save between epochs"
+            )
+
+
+class Stateful(Source):
+    """A source with state_dict and load_state_dict of its own, such as StatefulDataLoader."""
+
+    kind = "stateful"
+    exclusive = True  # its state is that of its latest iterator
+
+    def begin(self, resume: Position | None) -> Cursor:
+        """Start, after the source has loaded its own state."""
+        if resume is not None and resume.mark is not None:
+            self.original.load_state_dict(copy.deepcopy(resume.mark))
+        taken = resume.taken if resume else 0
+        with random_state() if taken else nullcontext():  # what iter() draws was drawn when the epoch began
+            batches = iter(self.original)
+        return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot)
+
+    def rest(self) -> Position:
+        """The source's state."""
+        return Position(mark=self.snapshot())
+
+    def snapshot(self) -> Any:
+        """The source's state now; a copy, because sources hand out what they go on changing."""
+        return copy.deepcopy(self.original.state_dict())
+
+
+class _Snapshots(Cursor):
+    """A pass that notes the source's own state right after each batch."""
+
+    def __init__(self, batches: Iterator[Any], position: Position, snapshot: Callable[[], Any]) -> None:
+        super().__init__(batches, position)
+        self._snapshot = snapshot
+
+    def next(self) -> tuple[Any, Any]:
+        return super().next()[0], self._snapshot()
+
+    def finished(self) -> Position:
+        return Position(mark=self._snapshot())
+
+
+@contextmanager
+def random_state(state: Any = None) -> Iterator[None]:
+    """Draw from torch's global generator as it was, or is; afterwards it goes on as if nothing was drawn."""
+    now = torch.get_rng_state()
+    if state is not None:
+        torch.set_rng_state(torch.as_tensor(state, dtype=torch.uint8, device="cpu"))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(now)

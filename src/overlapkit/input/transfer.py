@@ -1,0 +1,196 @@
+"""Batches to the GPU: packed into a reused page-locked buffer, copied in one go on a side stream.
+
+Destination memory is allocated for the consumer's stream, so it is reused in that stream's order and
+no memory is held back for another stream.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+
+from overlapkit.input.failed import Failed
+from overlapkit.input.nesting import map_leaves, moves_itself
+from overlapkit.input.packing import Packing, packable
+from overlapkit.lane import Lane, Ticket
+from overlapkit.pinned import PinnedRing
+from overlapkit.span import SpanLog
+
+Transform = Callable[[Any], Any]
+
+
+class Arrival:
+    """A batch on its way to the device.
+
+    Invariants:
+        * What the copy writes and the transform reads stays alive until the stream that its memory
+          belongs to has been ordered after them, whether or not anyone receives the batch.
+    """
+
+    def __init__(
+        self, moved: Any, ticket: Ticket[Any] | None, stream: torch.cuda.Stream, log: SpanLog
+    ) -> None:
+        self._moved = moved
+        self._ticket = ticket
+        self._stream = stream
+        self._log = log
+
+    def receive(self) -> Any:
+        """The batch; what the current stream is given from now on runs after its copy and transform.
+
+        Raises:
+            BaseException: Whatever the transform raised.
+        """
+        batch, ticket = self._moved, self._ticket
+        current = torch.cuda.current_stream(self._stream.device)
+        if ticket is not None:
+            with self._log.stream("transfer", "wait", current, exposed=True):
+                batch = ticket.order()
+        if current != self._stream:
+            current.wait_stream(self._stream)
+            self._stream.wait_stream(current)
+            _also_used_on(current, batch)
+        self._moved = self._ticket = None
+        if isinstance(batch, Failed):
+            raise batch.take()
+        return batch
+
+    def __del__(self) -> None:
+        if self._ticket is not None and not sys.is_finalizing():
+            # where the copy itself failed there is nothing to order
+            with suppress(Exception), torch.cuda.stream(self._stream):
+                self._ticket.order()
+
+
+class Mover:
+    """Sends batches to one device. Used by one reader at a time.
+
+    Invariants:
+        * A host buffer is filled again only when the copy out of it is done.
+        * Host memory held is at most `slots` x the largest batch, rounded to pages.
+
+    Args:
+        device: A CUDA device.
+        slots: Host buffers.
+        pin: Page-lock them.
+        transform: Applied to each batch on the device, on the side stream.
+        log: Takes the spans of lane "transfer".
+    """
+
+    def __init__(
+        self, device: torch.device, slots: int, pin: bool, transform: Transform | None, log: SpanLog
+    ) -> None:
+        self._device = device
+        self._pin = pin
+        self._transform = transform
+        self._log = log
+        self._lane = Lane("transfer", device)
+        self._ring = PinnedRing(slots, pin=pin)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory held."""
+        return self._ring.nbytes
+
+    def send(self, batch: Any, stream: torch.cuda.Stream) -> Arrival:
+        """Start moving a batch. `stream`, the consumer's, must be current."""
+        found: dict[int, torch.Tensor] = {}
+
+        def collect(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and packable(leaf):
+                found[id(leaf)] = leaf
+            return leaf
+
+        map_leaves(batch, collect)
+        if not found:
+            moved = map_leaves(batch, self._move_one)
+            ticket = None
+            if self._transform is not None:
+                ticket = self._lane.submit(partial(_apply, self._transform, moved, stream, self._log))
+            return Arrival(moved, ticket, stream, self._log)
+        return self._send_packed(batch, found, stream)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._ring.close()  # its memory must outlive the copies
+
+    def _send_packed(self, batch: Any, found: dict[int, torch.Tensor], stream: torch.cuda.Stream) -> Arrival:
+        packing = Packing(list(found.values()))
+        buffer = self._ring.take(packing.nbytes)
+        ticket: Ticket[Any] | None = None
+        try:
+            host = buffer.bytes(packing.nbytes)
+            with self._log.host("transfer", "pack", bytes=packing.nbytes):
+                packing.fill(host)
+            block = torch.empty(packing.nbytes, dtype=torch.uint8, device=self._device)
+            there = dict(zip(found, packing.views(block), strict=True))
+            moved = map_leaves(batch, partial(self._place, there))
+            ticket = self._lane.submit(partial(self._copy, block, host, moved, stream))
+        finally:
+            buffer.give_back(ticket)
+        return Arrival(moved, ticket, stream, self._log)
+
+    def _copy(self, block: torch.Tensor, host: torch.Tensor, moved: Any, stream: torch.cuda.Stream) -> Any:
+        """Runs with the side stream current."""
+        name = "copy" if self._pin else "copy pageable"
+        side = torch.cuda.current_stream(self._device)
+        with self._log.stream("transfer", name, side, bytes=host.numel()):
+            block.copy_(host, non_blocking=True)
+        return moved if self._transform is None else _apply(self._transform, moved, stream, self._log)
+
+    def _place(self, there: dict[int, torch.Tensor], leaf: Any) -> Any:
+        return there[id(leaf)] if id(leaf) in there else self._move_one(leaf)
+
+    def _move_one(self, leaf: Any) -> Any:
+        """Move what cannot be packed by its own means, on the consumer's stream: that needs no ordering."""
+        if isinstance(leaf, torch.Tensor):
+            return leaf if leaf.device == self._device else leaf.to(self._device, non_blocking=True)
+        if not moves_itself(leaf):
+            return leaf
+        pinned = leaf.pin_memory() if self._pin else leaf
+        try:
+            signature(pinned.to).bind(self._device, non_blocking=True)
+        except (TypeError, ValueError):
+            return pinned.to(self._device)
+        return pinned.to(self._device, non_blocking=True)
+
+
+def _apply(transform: Transform, moved: Any, consumer: torch.cuda.Stream, log: SpanLog) -> Any:
+    """Run the transform on the current stream, for a consumer on another."""
+    side = torch.cuda.current_stream(consumer.device)
+    try:
+        with log.stream("transfer", "transform", side):
+            made = transform(moved)
+    except BaseException as error:
+        return Failed(error)  # a value, so that the ticket orders streams all the same
+    _also_used_on(consumer, made)
+    return made
+
+
+def _also_used_on(stream: torch.cuda.Stream, batch: Any) -> None:
+    """Keep the allocator from reusing the batch's memory before `stream` is done with it."""
+
+    def record(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            for part in _parts(leaf) if leaf.is_cuda else ():
+                part.record_stream(stream)
+        elif callable(record_stream := getattr(leaf, "record_stream", None)):
+            record_stream(stream)
+        return leaf
+
+    map_leaves(batch, record)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that a sparse one consists of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)

@@ -1,0 +1,17 @@
+"""Lane 3, compute: fused kernels with the signatures of torch.nn.functional, and their modules."""
+
+from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
+from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
+from overlapkit.kernels.swap import Swap, swap
+from overlapkit.kernels.swiglu import SwiGLU, swiglu
+
+__all__ = [
+    "CrossEntropyLoss",
+    "RMSNorm",
+    "SwiGLU",
+    "Swap",
+    "cross_entropy",
+    "rms_norm",
+    "swap",
+    "swiglu",
+]

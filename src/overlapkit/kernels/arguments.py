@@ -1,0 +1,48 @@
+"""Checks that every kernel's arguments share: they name the argument, its value and the remedy."""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+def check_floating(name: str, x: Tensor) -> None:
+    """Refuse what is not a floating-point tensor of at least one dimension."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}: pass a torch.Tensor")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} has dtype {x.dtype}: pass a floating-point tensor, e.g. {name}.float()")
+    if x.dim() == 0:
+        raise ValueError(f"{name} has no dimensions: pass at least one, the last is the row")
+
+
+def check_like(name: str, tensor: Tensor, shape: tuple[int, ...], of: str, x: Tensor) -> None:
+    """Refuse a floating-point tensor whose shape is not `shape` or whose device is not that of `x`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: pass a torch.Tensor")
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} has dtype {tensor.dtype}: pass a floating-point tensor")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}: {of} needs {tuple(shape)}")
+    if tensor.device != x.device:
+        raise ValueError(
+            f"{name} is on {tensor.device}, but {of} is on {x.device}: move one of them with .to(...)"
+        )
+
+
+def check_not_negative(name: str, value: float) -> None:
+    """Refuse a number below zero, or none at all."""
+    if not (value >= 0.0 and math.isfinite(value)):
+        raise ValueError(f"{name}={value}: allowed are finite numbers from 0 up")
+
+
+def no_double_backward(op: str) -> Callable[..., None]:
+    """The backward of a backward: an error in words, where a wrong gradient would be silent."""
+
+    def refuse(ctx: object, *grads: Tensor) -> None:
+        raise RuntimeError(
+            f"{op} cannot be differentiated twice through Triton: for second derivatives (create_graph=True) "
+            f"use torch's own function, e.g. on float64 tensors, which {op} always hands to torch"
+        )
+
+    return refuse

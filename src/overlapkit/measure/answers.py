@@ -1,0 +1,146 @@
+"""The seven questions about a step, each answered with a number, or with the reason why there is none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overlapkit.measure.advice import Finding, is_notable
+from overlapkit.measure.memory import Peak
+from overlapkit.measure.summary import Window
+
+_MIB = 2**20
+
+_QUESTIONS = {
+    "batch ready": "Was the next batch ready?",
+    "copy overlapped": "Did the host-to-device copy overlap?",
+    "compute fed": "Were forward and backward continuously available?",
+    "buckets ready": "When did each gradient bucket become ready?",
+    "ranks together": "Did all ranks arrive together?",
+    "communication left": "How much communication remained after backward?",
+    "peak memory": "Did the optimizer or a checkpoint create the peak?",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One question's answer.
+
+    Attributes:
+        name: The question in two words.
+        question: The question.
+        value: The number, or None where it was not measured.
+        unit: Of the number.
+        verdict: "hidden (x ms, y%)" or "exposed x ms, y%", another short judgement, or "not measured".
+        evidence: What supports it; or the reason why there is no number.
+        fix: Component and setting, where there is a finding.
+    """
+
+    name: str
+    question: str
+    value: float | None
+    unit: str
+    verdict: str
+    evidence: str
+    fix: str | None
+
+
+def answer(window: Window, peak: Peak | None, findings: Sequence[Finding]) -> tuple[Answer, ...]:
+    """The seven answers, in order."""
+    fixes = {finding.lane: finding.fix for finding in findings}
+    return (
+        _exposure("batch ready", window, "input", fixes),
+        _exposure("copy overlapped", window, "transfer", fixes),
+        _compute_fed(window, fixes),
+        _buckets(window),
+        _arrival(window),
+        _exposure("communication left", window, "communication", fixes),
+        _peak(window, peak),
+    )
+
+
+def _say(name: str, value: float, unit: str, verdict: str, evidence: str, fix: str | None = None) -> Answer:
+    return Answer(name, _QUESTIONS[name], value, unit, verdict, evidence, fix)
+
+
+def _unmeasured(name: str, unit: str, reason: str) -> Answer:
+    return Answer(name, _QUESTIONS[name], None, unit, "not measured", reason, None)
+
+
+def _verdict(lane: str, mean_ms: float, share: float) -> str:
+    number = f"{mean_ms:.2f} ms, {share:.1%}"
+    if is_notable(lane, share):
+        return f"exposed {number}"
+    return f"yes ({number} idle)" if lane == "other" else f"hidden ({number})"
+
+
+def _exposure(name: str, window: Window, lane: str, fixes: dict[str, str]) -> Answer:
+    part = window.parts[lane]
+    if part.mean_ms is None or part.share is None or part.worst_ms is None:
+        return _unmeasured(name, "ms", part.reason or "")
+    evidence = f"worst {part.worst_ms:.2f} ms"
+    work = window.work_ms(lane)
+    if work is not None:
+        evidence += f"; {work:.2f} ms a step beside it"
+    return _say(name, part.mean_ms, "ms", _verdict(lane, part.mean_ms, part.share), evidence, fixes.get(lane))
+
+
+def _compute_fed(window: Window, fixes: dict[str, str]) -> Answer:
+    name, other = "compute fed", window.parts["other"]
+    if window.parts["forward"].mean_ms is None or other.mean_ms is None or other.share is None:
+        return _unmeasured(name, "ms", window.parts["forward"].reason or "")
+    evidence = f"host work beside phases and waits, {window.outside_ms:.2f} ms of it between steps"
+    if window.coverage.device.type != "cpu":
+        evidence += "; gaps between kernels within a phase need a trace"
+    verdict = _verdict("other", other.mean_ms, other.share)
+    return _say(name, other.mean_ms, "ms", verdict, evidence, fixes.get("other"))
+
+
+def _buckets(window: Window) -> Answer:
+    name = "buckets ready"
+    if "model" not in window.coverage.taps:
+        return _unmeasured(name, "ms", window.coverage.missing("communication") or "")
+    for trace in reversed(window.traces):
+        backward = [part for part in trace.segments if part.kind == "backward"]
+        begin, end = (backward[-1].start, backward[-1].end) if backward else (0, 0)
+        ready = sorted(
+            (span.start - begin, span.name)
+            for span in window.spans
+            if span.lane == "communication" and span.bytes and begin <= span.start < end
+            if span.name.startswith(("all_reduce", "reduce_scatter"))
+        )
+        if ready:
+            evidence = (
+                f"step {trace.index}: {len(ready)} of them, the first after {ready[0][0] / 1e6:.1f} ms; "
+                f"last {ready[-1][1]}"
+            )
+            last = ready[-1][0] / 1e6
+            return _say(name, last, "ms", f"after {last:.1f} of {(end - begin) / 1e6:.1f} ms", evidence)
+    return _unmeasured(name, "ms", "no reduction was published within backward")
+
+
+def _arrival(window: Window) -> Answer:
+    alone = window.coverage.world == 1
+    reason = "single process" if alone else "ranks are not compared yet: each reports for itself"
+    return _unmeasured("ranks together", "ms", reason)
+
+
+def _peak(window: Window, peak: Peak | None) -> Answer:
+    name, highest = "peak memory", window.records[-1].peak_memory if window.records else None
+    if not window.records:
+        return _unmeasured(name, "MiB", "no step has been measured yet")
+    if highest is None:
+        return _unmeasured(name, "MiB", "this system keeps no record of it")
+    if peak is None:
+        return _say(name, highest / _MIB, "MiB", "no", "reached before the first step")
+    evidence = f"{peak.growth / _MIB:+.1f} MiB {_place(peak)}"
+    verdict = {None: "unknown", "optimizer": "optimizer"}.get(peak.phase, "no")
+    if peak.phase == "outside" and any(span.lane == "checkpoint" for span in window.spans):
+        verdict = "checkpoint, perhaps"
+    return _say(name, highest / _MIB, "MiB", verdict, evidence)
+
+
+def _place(peak: Peak) -> str:
+    if peak.phase is None:
+        return f"somewhere in steps {max(0, peak.step - 15)}..{peak.step}"
+    if peak.phase == "outside":
+        return f"before step {peak.step} began"
+    return f"{'between the phases' if peak.phase == 'inside' else f'in the {peak.phase}'} of step {peak.step}"

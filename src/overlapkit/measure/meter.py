@@ -1,0 +1,301 @@
+"""StepMeter: attaches to a training loop by public hooks and shares every step's time out among the lanes."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from overlapkit.device import rank_and_world
+from overlapkit.measure.arguments import check_options, check_parts, device_of
+from overlapkit.measure.clock import Clock, clock_of
+from overlapkit.measure.hooks import Hook, differentiable, nodes
+from overlapkit.measure.ledger import Finished, Ledger
+from overlapkit.measure.memory import PeakWatch, looks_closely
+from overlapkit.measure.record import StepRecord
+from overlapkit.measure.report import StepReport, make_report
+from overlapkit.measure.sources import Coverage
+from overlapkit.measure.timeline import Timeline, Turn
+from overlapkit.span import Span
+
+T = TypeVar("T")
+
+_WINDOW = 100  # steps that a report covers
+
+
+class StepMeter:
+    """Measures what each lane of a training step exposes.
+
+    `with meter.step():` stands around one training step, or `for batch in meter.steps(loader):` is the
+    loop. Components publish their own spans (`timings()`), the model and the optimizer are watched
+    through public hooks, and nothing waits for a device: on CUDA the phases are pooled events that are
+    timed later, so records come a few steps behind.
+
+    The period of a step runs from the end of the step before to its own end, so waiting for the next
+    batch and saving after the step belong to it. `with meter.pause():` cuts out what is not training.
+    A step that is left by an exception or a `break` is not recorded.
+
+    Invariants:
+        * One step at a time, from whichever thread.
+        * A meter that was closed or collected leaves nothing at work on the model or the optimizer.
+        * Each nanosecond of a period is given to exactly one part (see StepRecord).
+
+    Args:
+        model: The outermost module, which the loop calls. Without it forward, backward and communication
+            are unknown.
+        optimizer: A torch.optim.Optimizer. Without it, its step counts as backward.
+        loader: Publishes input and transfer, or is any iterable that `steps()` is given.
+        checkpointer: Publishes the lane checkpoint.
+        every: Measure every n-th step.
+        history: How many records are kept.
+        trace_every: Not available yet.
+        hang_timeout: Not available yet.
+        on_report: Callables, given a StepReport after each 100 measured steps.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: A number is out of range, or `model` has no parameters.
+        NotImplementedError: `trace_every` or `hang_timeout` is set.
+        RuntimeError: WORLD_SIZE is set but there is no process group.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        loader: Iterable[Any] | None = None,
+        checkpointer: object | None = None,
+        *,
+        every: int = 1,
+        history: int = 1000,
+        trace_every: int | None = None,
+        hang_timeout: float | None = None,
+        on_report: Sequence[Callable[[StepReport], object]] = (),
+    ) -> None:
+        check_parts(model, optimizer, loader, checkpointer)
+        check_options(every, history, on_report, trace_every, hang_timeout)
+        self._rank, world = rank_and_world()
+        parts = {"model": model, "optimizer": optimizer, "loader": loader, "checkpointer": checkpointer}
+        self._ledger = Ledger(Coverage(parts, world), history)
+        self._model = model
+        self._optimizer = optimizer
+        self._every = every
+        self._on_report = tuple(on_report)
+        self._clock: Clock | None = None
+        self._peaks: PeakWatch | None = None
+        self._timeline: Timeline | None = None  # of the period that is on, where it is measured
+        self._inside = threading.Lock()  # held inside a step
+        self._index = 0  # of the step that is on, or of the next one
+        self._recorded = 0
+        self._pauses = 0
+        self._calls = 0  # of the model, one inside the other
+        self._closed = False
+        self._gradient_hook = Hook(self._on_gradient)
+        self._hooks = self._attach(model, optimizer)
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The latest record, or None; on CUDA it is a few steps behind."""
+        records = self._ledger.records
+        return records[-1] if records else None
+
+    def step(self, tokens: int | None = None) -> "_Step":
+        """A context manager around one training step.
+
+        Args:
+            tokens: Tokens (or samples) that this rank trains on in it, for tokens per second.
+
+        Raises:
+            TypeError: `tokens` is not an int.
+            ValueError: `tokens` is below 1.
+            RuntimeError: On entering: inside another step or a pause, or after close().
+        """
+        return _Step(self, tokens, fed=False)
+
+    def steps(self, loader: Iterable[T], *, tokens: int | None = None) -> Iterator[T]:
+        """Iterate over `loader`, each turn of the loop being one step.
+
+        The time that the loader takes to hand out a batch is measured here, whatever it is.
+
+        Args:
+            loader: Any iterable.
+            tokens: Tokens per step on this rank.
+        """
+        batches = iter(loader)
+        while True:
+            start = time.perf_counter_ns()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._ledger.drew(Span("input", "next", start, time.perf_counter_ns(), exposed=True))
+            with _Step(self, tokens, fed=True):
+                yield batch
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out what the body does (evaluation, sampling), inside a step or between two."""
+        timeline = self._timeline
+        before = timeline.kind if timeline else ""
+        self._turn("paused")
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if self._timeline is timeline:
+                self._turn(before)
+
+    def report(self, window: int = _WINDOW) -> StepReport:
+        """The seven answers over the last `window` records.
+
+        The very first step is left out where there are others: it pays for what happens once.
+
+        Raises:
+            ValueError: `window` is below 1.
+        """
+        if window < 1:
+            raise ValueError(f"window={window}: a report needs at least one step")
+        self._recorded += self._ledger.settle()
+        return make_report(self._ledger, window, self._peaks.top if self._peaks else None, self._rank)
+
+    def close(self) -> None:
+        """Take every hook off. Records and report() stay; step() is an error afterwards."""
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._recorded += self._ledger.settle()
+        self._ledger.coverage.close()
+
+    def _attach(self, model: nn.Module | None, optimizer: Optimizer | None) -> list[Any]:
+        hooks: list[Any] = []
+        if model is not None:  # outermost: what a wrapper hooks in (FSDP2's all-gather) is part of the call
+            hooks.append(model.register_forward_pre_hook(Hook(self._on_call), prepend=True))
+            hooks.append(model.register_forward_hook(Hook(self._on_return), always_call=True))
+        if optimizer is not None:
+            hooks.append(optimizer.register_step_pre_hook(Hook(self._on_optimizer)))
+            hooks.append(optimizer.register_step_post_hook(Hook(self._on_optimizer_done)))
+        return hooks
+
+    def _on_call(self, module: nn.Module, args: object) -> None:
+        self._calls += 1
+        if self._watching():
+            self._turn("forward")
+
+    def _on_return(self, module: nn.Module, args: object, output: object) -> None:
+        self._calls = max(0, self._calls - 1)
+        if self._calls or not self._watching():
+            return
+        outputs = differentiable(output)
+        for node in nodes(outputs):
+            node.register_prehook(self._gradient_hook)
+        loss_follows = bool(outputs) and all(tensor.numel() != 1 for tensor in outputs)
+        self._turn("loss" if loss_follows else "inside")
+
+    def _on_gradient(self, gradients: object) -> None:
+        if self._watching():
+            self._turn("backward")
+
+    def _on_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._watching():
+            self._turn("optimizer")
+
+    def _on_optimizer_done(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._watching():
+            self._turn("inside")
+
+    def _watching(self) -> bool:
+        return self._inside.locked() and not self._pauses and self._timeline is not None
+
+    def _turn(self, kind: str) -> None:
+        timeline = self._timeline
+        if timeline is None or self._pauses:
+            return
+        if self._peaks is not None and looks_closely(self._index):
+            self._peaks.look(self._index, timeline.kind)
+        timeline.turn(kind)
+
+    def _enter(self) -> None:
+        if self._closed:
+            raise RuntimeError("meter.step() after meter.close(): make a new StepMeter")
+        if self._pauses:
+            raise RuntimeError("meter.step() inside meter.pause(): leave the pause first")
+        if not self._inside.acquire(blocking=False):
+            raise RuntimeError(
+                "meter.step() inside another step of this meter: steps do not nest, and threads that "
+                "train at the same time need a StepMeter each"
+            )
+        self._calls = 0
+        if self._clock is None:
+            self._start(device_of(self._model, self._optimizer))
+        self._turn("inside")
+
+    def _start(self, device: torch.device) -> None:
+        """The first step begins: only now the model is where it will be trained."""
+        self._ledger.coverage.device = device
+        self._clock = clock_of(device)
+        self._peaks = PeakWatch(device)
+        now = self._clock.now()
+        self._timeline = Timeline(self._clock, Turn("inside", now, self._clock.mark(now)))
+
+    def _leave(self, tokens: int | None, *, fed: bool, whole: bool) -> None:
+        assert self._clock is not None
+        assert self._peaks is not None
+        timeline = self._timeline
+        peak = self._peaks.after(self._index, timeline.kind if timeline else None)
+        if whole and timeline is not None:
+            timeline.turn("end")
+            step = Finished(self._index, timeline, tokens, fed, peak, self._clock.on_device)
+            self._ledger.finish(step)
+        self._index += whole
+        self._timeline = None
+        if self._index % self._every == 0:
+            self._timeline = Timeline(self._clock, self._boundary(timeline if whole else None))
+        self._inside.release()
+        self._publish()
+
+    def _boundary(self, ended: Timeline | None) -> Turn:
+        """The turn at which the next period begins: where the one before it ended, if that was measured."""
+        assert self._clock is not None
+        if ended is not None:
+            return ended.last._replace(kind="outside")
+        now = self._clock.now()
+        return Turn("outside", now, self._clock.mark(now))
+
+    def _publish(self) -> None:
+        due = self._recorded // _WINDOW
+        self._recorded += self._ledger.settle()
+        if self._on_report and self._recorded // _WINDOW > due:
+            report = self.report()
+            for tell in self._on_report:
+                tell(report)
+
+
+class _Step:
+    """What `step()` returns. A class, because a generator's context manager costs three times as much."""
+
+    __slots__ = ("_fed", "_meter", "_tokens")
+
+    def __init__(self, meter: StepMeter, tokens: int | None, *, fed: bool) -> None:
+        if tokens is not None:
+            if not isinstance(tokens, int):
+                raise TypeError(f"tokens={tokens!r}: give an int (a tensor would be a synchronisation)")
+            if tokens < 1:
+                raise ValueError(f"tokens={tokens}: give at least 1, or None")
+        self._meter = meter
+        self._tokens = tokens
+        self._fed = fed
+
+    def __enter__(self) -> None:
+        self._meter._enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._meter._leave(self._tokens, fed=self._fed, whole=kind is None)

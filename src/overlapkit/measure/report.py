@@ -1,0 +1,137 @@
+"""StepReport: one sentence, the parts of a step, the seven answers, and what to change."""
+
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+
+from overlapkit.measure.advice import Finding, find
+from overlapkit.measure.answers import Answer, answer
+from overlapkit.measure.draw import save_drawing
+from overlapkit.measure.ledger import Ledger, Trace
+from overlapkit.measure.memory import Peak
+from overlapkit.measure.record import StepRecord
+from overlapkit.measure.render import render, sentence
+from overlapkit.measure.summary import PartSummary, Window
+from overlapkit.span import Span
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What `StepMeter.report()` returns. Unmeasured numbers are None, with a reason beside them.
+
+    Attributes:
+        steps: How many records it covers.
+        first_step: Index of the first of them, or None.
+        last_step: Index of the last, or None.
+        device: Whose clock timed the phases.
+        rank: Of this process; every rank reports for itself.
+        world: Number of ranks.
+        period_ms: Mean milliseconds a step.
+        exposed_share: Share of the time in which steps stood still for transfer, communication,
+            checkpoint or input, 0 to 1.
+        tokens_per_s: Tokens of this rank a second.
+        peak_memory: Bytes at the highest point so far.
+        parts: forward, backward, optimizer, input, transfer, communication, checkpoint, other: where
+            the period went.
+        answers: The seven, in order.
+        findings: What is worth mending, the costliest first; empty where all is well.
+        records: The steps themselves.
+    """
+
+    steps: int
+    first_step: int | None
+    last_step: int | None
+    device: str
+    rank: int
+    world: int
+    period_ms: float | None
+    exposed_share: float | None
+    tokens_per_s: float | None
+    peak_memory: int | None
+    parts: dict[str, PartSummary]
+    answers: tuple[Answer, ...]
+    findings: tuple[Finding, ...]
+    records: tuple[StepRecord, ...] = field(repr=False)
+    _traces: tuple[Trace, ...] = field(repr=False)
+    _spans: tuple[Span, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        return render(self)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what costs most, and what to do about it."""
+        return sentence(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: every field but the records, the verdict, and the versions it was made with."""
+        names = ("steps", "first_step", "last_step", "device", "rank", "world", "period_ms", "exposed_share")
+        return {
+            "verdict": self.verdict,
+            **{name: getattr(self, name) for name in (*names, "tokens_per_s", "peak_memory")},
+            "parts": {name: asdict(part) for name, part in self.parts.items()},
+            "answers": [asdict(one) for one in self.answers],
+            "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        }
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write `to_dict()` as JSON.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    def plot(self, path: str | PathLike[str], *, steps: int = 3) -> None:
+        """Draw the lanes over time for the last few steps, exposed parts marked, as PNG.
+
+        Args:
+            path: Where to write it.
+            steps: How many steps, at most 8 (fewer are drawn where fewer are there).
+
+        Raises:
+            ValueError: No step has been recorded, or `steps` is out of range.
+            ImportError: matplotlib is missing (the extra viz).
+        """
+        if not 1 <= steps <= 8:
+            raise ValueError(f"steps={steps}: draw 1 to 8")
+        if not self._traces:
+            raise ValueError("no step has been recorded yet: there is nothing to draw")
+        notes = {
+            lane: f"not measured: {part.reason}"
+            for lane in ("input", "transfer", "communication", "checkpoint", "optimizer")
+            if (part := self.parts[lane]).mean_ms is None
+        }
+        save_drawing(path, self._traces[-steps:], self._spans, notes)
+
+
+def make_report(ledger: Ledger, window: int, peak: Peak | None, rank: int) -> StepReport:
+    """Look back over the last `window` records."""
+    seen = Window(ledger, window)
+    records = tuple(seen.records)
+    findings = find(seen)
+    return StepReport(
+        steps=len(records),
+        first_step=records[0].index if records else None,
+        last_step=records[-1].index if records else None,
+        device=str(ledger.coverage.device),
+        rank=rank,
+        world=ledger.coverage.world,
+        period_ms=seen.period_ms,
+        exposed_share=seen.exposed_share(),
+        tokens_per_s=seen.tokens_per_s(),
+        peak_memory=records[-1].peak_memory if records else None,
+        parts=seen.parts,
+        answers=answer(seen, peak, findings),
+        findings=findings,
+        records=records,
+        _traces=tuple(seen.traces),
+        _spans=tuple(seen.spans),
+    )

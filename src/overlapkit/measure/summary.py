@@ -1,0 +1,109 @@
+"""Means over the records of a window: what the answers, the findings and the table are made of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overlapkit.measure.ledger import Ledger, Trace
+from overlapkit.measure.record import StepRecord
+from overlapkit.measure.sources import Coverage
+from overlapkit.span import Span
+
+PARTS = ("forward", "backward", "optimizer", "input", "transfer", "communication", "checkpoint", "other")
+"""The parts of a period, in the order in which they are shown. They add up to it."""
+
+_LANE = {"forward": "compute", "backward": "compute"}
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """One part of a step over the window.
+
+    Attributes:
+        mean_ms: Milliseconds a step, or None where it was not measured.
+        share: Of the period, 0 to 1, or None.
+        worst_ms: The largest of any step, or None.
+        bytes: Bytes a step that the lane moved, exposed or not, or None where none were counted.
+        reason: Why it was not measured, else None.
+    """
+
+    mean_ms: float | None
+    share: float | None
+    worst_ms: float | None
+    bytes: float | None
+    reason: str | None
+
+
+class Window:
+    """The last records of a meter and what was published meanwhile.
+
+    Args:
+        ledger: Where they come from.
+        steps: How many records; step 0 is left out where there are others.
+    """
+
+    def __init__(self, ledger: Ledger, steps: int) -> None:
+        with ledger.lock:
+            records = list(ledger.records)[-steps:]
+            self.traces: list[Trace] = list(ledger.traces)
+            self.spans: list[Span] = list(ledger.shown)
+        self.records: Sequence[StepRecord] = (
+            records[1:] if len(records) > 1 and records[0].index == 0 else records
+        )
+        self.coverage: Coverage = ledger.coverage
+        self.period_ms = _mean([record.period for record in self.records])
+        self.parts = {part: self._summary(part) for part in PARTS}
+        self.outside_ms = _mean([record.outside for record in self.records])
+
+    def exposed_share(self) -> float | None:
+        """Time that steps stood still for a lane, of the whole."""
+        known = [r for r in self.records if r.exposed is not None]
+        whole = sum(record.period for record in known)
+        return sum(record.exposed or 0 for record in known) / whole if whole else None
+
+    def tokens_per_s(self) -> float | None:
+        """Over the steps whose tokens are known, on this rank."""
+        known = [record for record in self.records if record.tokens is not None]
+        whole = sum(record.period for record in known)
+        return sum(record.tokens or 0 for record in known) * 1e9 / whole if whole else None
+
+    def work_ms(self, lane: str) -> float | None:
+        """What a lane did beside the steps, per step, over the latest ones; None where nothing was seen."""
+        if not self.traces:
+            return None
+        start, end = self.traces[0].segments[0].start, self.traces[-1].segments[-1].end
+        work = [s.end - s.start for s in self.spans if s.lane == lane and not s.exposed]
+        mine = [s for s in self.spans if s.lane == lane and not s.exposed and start < s.end <= end]
+        return sum(s.end - s.start for s in mine) / 1e6 / len(self.traces) if work else None
+
+    def waits(self, lane: str) -> dict[str, int]:
+        """Nanoseconds waited for a lane, by the names of its waits, over the latest steps."""
+        named: dict[str, int] = {}
+        for span in self.spans:
+            if span.lane == lane and span.exposed:
+                named[span.name] = named.get(span.name, 0) + span.end - span.start
+        return named
+
+    def _summary(self, part: str) -> PartSummary:
+        times = [time for record in self.records if (time := getattr(record, part)) is not None]
+        periods = [record.period for record in self.records if getattr(record, part) is not None]
+        if not times:
+            return PartSummary(None, None, None, self._bytes(part), self._reason(part))
+        share = sum(times) / sum(periods) if sum(periods) else 0.0
+        return PartSummary(_mean(times), share, max(times) / 1e6, self._bytes(part), None)
+
+    def _bytes(self, part: str) -> float | None:
+        moved = [r.lane_bytes[part] for r in self.records if part in r.lane_bytes]
+        return sum(moved) / len(self.records) if moved else None
+
+    def _reason(self, part: str) -> str:
+        missing = None if part == "other" else self.coverage.missing(_LANE.get(part, part))
+        if missing is None and not self.records:
+            return "no step has been measured yet"
+        if missing is None and part in _LANE:
+            return "the model was not called" if part == "forward" else "no gradient reached its output"
+        return missing or "not measured in this window"
+
+
+def _mean(times: Sequence[int]) -> float | None:
+    """In milliseconds."""
+    return sum(times) / len(times) / 1e6 if times else None

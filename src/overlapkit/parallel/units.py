@@ -1,0 +1,206 @@
+"""Units: which parameters are gathered and reduced together, in which order, and who prefetches whom."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn as nn
+
+from overlapkit.parallel.structure import can_forward, find_structure
+
+ROOT = "(root)"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one fully_shard call gathers together.
+
+    Attributes:
+        name: Its modules' names joined by "+", or "(root)".
+        modules: The modules of the call.
+        parameters: The parameters that it gathers, by their name in the model; none is in two units.
+        reshard: Passed on as reshard_after_forward.
+        regathers: Whether backward gathers the parameters again.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: dict[str, nn.Parameter]
+    reshard: bool | int
+    regathers: bool
+
+
+def resolve_units(
+    model: nn.Module, units: Any, reshard: bool | int | str, ignored: set[nn.Parameter]
+) -> list[Unit]:
+    """Turn the `units` and `reshard` arguments of `shard` into units, in forward order, the root last.
+
+    Raises:
+        ValueError: A name or module is not part of the model, or cannot be a unit of its own.
+        TypeError: `units` is neither "auto" nor a sequence of modules and names.
+    """
+    auto = isinstance(units, str)
+    if auto and units != "auto":
+        raise ValueError(f"units={units!r}: give 'auto', or a list of modules or of their names")
+    groups, kept, embedding = _auto_groups(model) if auto else (_listed_groups(model, units), set(), None)
+    owned, shared = _own_parameters(model, groups, ignored)
+    if auto:
+        # The root is gathered all through forward: there, a weight with two users is always right.
+        groups = [group for place, group in enumerate(groups) if place not in shared and owned[place]]
+        owned, _ = _own_parameters(model, groups, ignored)
+    else:
+        _refuse_bad_groups(model, groups, owned, shared)
+    resolved = []
+    for group, parameters in zip(groups, owned, strict=False):  # the root's parameters come last
+        reshards = group not in kept if isinstance(reshard, str) else reshard
+        modules = tuple(model.get_submodule(name) for name in group)
+        needless = group == embedding and _backward_needs_no_weight(modules[0])
+        resolved.append(Unit("+".join(group), modules, parameters, reshards, bool(reshards) and not needless))
+    at_root = not isinstance(reshard, str) and reshard
+    return [*resolved, Unit(ROOT, (model,), owned[-1], at_root, bool(at_root))]
+
+
+def prefetch_order(units: Sequence[Unit], forward: int, backward: int) -> list[tuple[list[int], list[int]]]:
+    """For each unit, the places of the units that it prefetches in forward and in backward, nearest first.
+
+    Args:
+        units: In forward order, the root last.
+        forward: How many of the following units; the root comes before the first.
+        backward: How many of the preceding units that are gathered again; the root comes after the last.
+    """
+    last = len(units) - 1
+    order = []
+    for place in range(len(units)):
+        after = 0 if place == last else place + 1
+        again = [other for other in range(place - 1, -1, -1) if units[other].regathers]
+        order.append((list(range(after, min(after + forward, last))), again[:backward]))
+    return order
+
+
+def find_ignored(model: nn.Module, ignored: Iterable[Any]) -> set[nn.Parameter]:
+    """The parameters that `ignored` (parameters, modules, or names of either) means.
+
+    Raises:
+        ValueError: A name or object is not part of the model.
+        TypeError: It is no collection of those.
+    """
+    if isinstance(ignored, (str, nn.Module)) or not isinstance(ignored, Iterable):
+        raise TypeError(f"ignored={ignored!r}: give a list of parameters, modules or their names")
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    mine = set(by_name.values())
+    found: set[nn.Parameter] = set()
+    for entry in ignored:
+        if isinstance(entry, nn.Parameter) and entry in mine:
+            found.add(entry)
+        elif isinstance(entry, str) and entry in by_name:
+            found.add(by_name[entry])
+        elif isinstance(entry, nn.Parameter):
+            raise ValueError(f"ignored: a parameter of shape {tuple(entry.shape)} is not part of the model")
+        else:
+            found.update(model.get_submodule(_name_in(model, entry, "ignored")).parameters())
+    return found
+
+
+_Group = tuple[str, ...]
+
+
+def _auto_groups(model: nn.Module) -> tuple[list[_Group], set[_Group], _Group | None]:
+    """Groups of module names, those of them that are not resharded, and the one of the embedding."""
+    found = find_structure(model)
+    embedding = (found.embedding,) if found.embedding is not None else None
+    groups: list[_Group] = [embedding] if embedding else []
+    groups += [(name,) for name in found.blocks]
+    if found.head:
+        groups.append(found.head)  # needed again as soon as backward begins: freeing it gains nothing
+    return groups, {found.head}, embedding
+
+
+def _listed_groups(model: nn.Module, units: Any) -> list[_Group]:
+    if isinstance(units, nn.Module) or not isinstance(units, Sequence):
+        raise TypeError(f"units={units!r}: give 'auto', or a list of modules or of their names")
+    groups = []
+    for entry in units:
+        several = isinstance(entry, (list, tuple))
+        groups.append(tuple(_name_in(model, part, "units") for part in (entry if several else [entry])))
+    return groups
+
+
+def _name_in(model: nn.Module, entry: Any, argument: str) -> str:
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    if isinstance(entry, nn.Module):
+        if id(entry) not in names:
+            raise ValueError(f"{argument}: {type(entry).__name__} is not a module of the model")
+        return names[id(entry)]
+    if not isinstance(entry, str):
+        raise TypeError(f"{argument}: {entry!r} is neither a module nor the name of one")
+    try:
+        return names[id(model.get_submodule(entry))]
+    except AttributeError:
+        children = ", ".join(name for name, _ in model.named_children())
+        raise ValueError(
+            f"{argument}: the model has no part {entry!r}; its children are: {children}"
+        ) from None
+
+
+def _own_parameters(
+    model: nn.Module, groups: Sequence[_Group], ignored: set[nn.Parameter]
+) -> tuple[list[dict[str, nn.Parameter]], set[int]]:
+    """Each group's parameters (the root's last), and the places of groups that share one with another."""
+    place_of = {id(model.get_submodule(name)): place for place, group in enumerate(groups) for name in group}
+    root = len(groups)
+    # By path, duplicates included: a module may be reached over several blocks.
+    paths = {
+        path: place_of.get(id(module), root) for path, module in model.named_modules(remove_duplicate=False)
+    }
+    owners: dict[nn.Parameter, dict[int, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in ignored:
+            continue
+        path = name.rpartition(".")[0]
+        while path and paths[path] == root:
+            path = path.rpartition(".")[0]
+        owners.setdefault(parameter, {}).setdefault(paths[path] if path else root, name)
+    owned: list[dict[str, nn.Parameter]] = [{} for _ in range(root + 1)]
+    shared: set[int] = set()
+    for parameter, places in owners.items():
+        for place, name in places.items():
+            owned[place][name] = parameter
+        if len(places) > 1:
+            shared.update(places)
+    return owned, shared - {root}
+
+
+def _refuse_bad_groups(
+    model: nn.Module, groups: list[_Group], owned: list[dict[str, nn.Parameter]], shared: set[int]
+) -> None:
+    """What the user listed is taken as it stands, or refused; it is never quietly rearranged."""
+    named = [name for group in groups for name in group]
+    for place, group in enumerate(groups):
+        for name in group:
+            if not name:
+                raise ValueError("units: the model itself is always the last unit; leave it out")
+            if named.count(name) > 1:
+                raise ValueError(f"units: {name!r} is listed twice")
+            if not can_forward(model.get_submodule(name)):
+                raise ValueError(f"units: {name!r} has no forward of its own; list its children instead")
+            if any(name.startswith(other + ".") for other in group):
+                raise ValueError(f"units: {name!r} lies inside another module of the same unit; drop it")
+        if not owned[place]:
+            raise ValueError(
+                f"units: {'+'.join(group)!r} has no parameters of its own to shard; leave it out"
+            )
+    if shared:
+        twins: dict[nn.Parameter, list[str]] = {}
+        for parameters in owned:
+            for name, parameter in parameters.items():
+                twins.setdefault(parameter, []).append(name)
+        tied = next(names for names in twins.values() if len(names) > 1)
+        raise ValueError(
+            f"units: {' and '.join(tied)} are one tied parameter in different units; put their modules "
+            "in one unit, as in units=[..., ['embed', 'head']], or leave both to the root"
+        )
+
+
+def _backward_needs_no_weight(module: nn.Module) -> bool:
+    """The gradient of a plain table lookup follows from the indices alone."""
+    return type(module) is nn.Embedding and module.max_norm is None

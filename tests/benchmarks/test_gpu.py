@@ -1,0 +1,200 @@
+"""The frame of the GPU run, over stand-in parts: what each becomes, and that none takes others with it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gpu
+
+ROOT = Path(gpu.__file__).parent.parent
+
+FIGURE = {
+    "name": "f",
+    "value": 2.0,
+    "unit": "ms",
+    "better": "lower",
+    "spread": None,
+    "peer": None,
+    "peer_value": None,
+    "ratio": None,
+    "goal": "<= 1 ms",
+    "met": None,
+}
+
+
+def _script(met: bool | None, code: int, *, before_exit: str = "") -> str:
+    report = {"figures": [FIGURE | {"met": met}]}
+    return (
+        "import json, os, signal, subprocess, sys, time\n"
+        f"open(sys.argv[sys.argv.index('--json') + 1], 'w').write(json.dumps({report!r}))\n"
+        f"print('said', sys.argv[1:], flush=True)\n{before_exit}\nsys.exit({code})\n"
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with nothing in it, which `gpu` takes for its own."""
+    root = tmp_path / "checkout"
+    (root / "benchmarks").mkdir(parents=True)
+    (root / "tests").mkdir()
+    monkeypatch.setattr(gpu, "ROOT", root)
+    return root
+
+
+def _run_part(checkout: Path, name: str, share: float = 60.0) -> gpu.Result:
+    return gpu.run_part(name, share, "cpu", checkout.parent / "log")
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "figures", "detail"),
+    [
+        (_script(True, 0), "passed", 1, ""),
+        (_script(False, 3), "missed", 1, "f"),
+        (_script(True, 1), "failed", 1, "exit code 1"),
+        (_script(True, 0, before_exit="os.kill(os.getpid(), signal.SIGSEGV)"), "failed", 1, "SIGSEGV"),
+        ("print(0)", "failed", 0, "0 figures"),
+        ("import sys; print(open(sys.argv[2], 'w').write('{'))", "failed", 0, "cannot be read"),
+        ("1 / 0", "failed", 0, "exit code 1"),
+    ],
+)
+def test_what_becomes_of_a_benchmark(checkout, script, status, figures, detail):
+    (checkout / "benchmarks" / "optim.py").write_text(script)
+    result = _run_part(checkout, "optim")
+    assert (result.status, len(result.figures)) == (status, figures)
+    assert detail in result.detail
+    assert (result.output_tail == "") == (status in ("passed", "missed"))
+
+
+def test_a_benchmark_is_told_device_and_report_and_what_it_says_is_logged(checkout):
+    (checkout / "benchmarks" / "step.py").write_text(_script(True, 0))
+    _run_part(checkout, "step")
+    log = (checkout.parent / "log").read_text()
+    assert "===== step:" in log
+    assert "'--device', 'cpu', '--quick'" in log
+    assert "--quick" not in gpu.benchmark_command("step", "cuda", Path("report"))
+
+
+def test_a_part_that_hangs_is_ended_with_its_children(checkout, monkeypatch):
+    monkeypatch.setattr(gpu, "LEAST_S", 0.1)
+    child = "child = subprocess.Popen(['sleep', '300'])\nprint('pid', child.pid, flush=True)\ntime.sleep(300)"
+    (checkout / "benchmarks" / "input.py").write_text(_script(True, 0, before_exit=child))
+    result = _run_part(checkout, "input", share=3.0)
+    assert result.status == "timeout"
+    assert len(result.figures) == 1  # what it wrote before it hung is kept
+    pid = int(result.output_tail.split("pid ")[1].split()[0])
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_part_that_is_not_there_or_has_no_time_is_not_passed(checkout):
+    (checkout / "benchmarks" / "input.py").write_text(_script(True, 0))
+    assert _run_part(checkout, "optim").status == "absent"
+    assert _run_part(checkout, "tests").status == "absent"
+    assert _run_part(checkout, "input", share=0.5).status == "no time"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "counts"),
+    [
+        ("assert True", "passed", (1, 0, 0)),
+        ("assert False", "failed", (0, 1, 0)),
+        ("pytest.skip('no')", "skipped", (0, 0, 1)),
+    ],
+)
+def test_what_becomes_of_the_tests(checkout, body, status, counts):
+    (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
+    test = f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {body}\ndef test_other():\n    1 / 0\n"
+    (checkout / "tests" / "test_it.py").write_text(test)
+    (checkout / "tests" / "test_unmarked.py").write_text("1 / 0")
+    result = _run_part(checkout, "tests")
+    assert result.status == status
+    assert (result.tests["passed"], result.tests["failed"], result.tests["skipped"]) == counts
+    assert result.tests["failures"] == (["tests.test_it::test_it"] if status == "failed" else [])
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["passed"], 0),
+        (["passed", "missed"], 3),
+        (["passed", "absent"], 3),
+        (["skipped"], 3),
+        (["no time"], 3),
+        (["missed", "failed"], 1),
+        (["timeout", "passed"], 1),
+    ],
+)
+def test_exit_codes(statuses, code):
+    assert gpu.exit_code([gpu.Result("x", status) for status in statuses]) == code
+
+
+def _gpu(root: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / "benchmarks" / "gpu.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=100)
+
+
+def test_a_whole_run_from_a_bare_checkout(tmp_path):
+    """Real frame, real ceilings, one part of each fate; packages that a GPU machine may lack are hidden."""
+    for name in ("typer", "torchdata", "matplotlib"):
+        hidden = tmp_path / "hidden" / f"{name}.py"
+        hidden.parent.mkdir(exist_ok=True)
+        hidden.write_text(f"raise ModuleNotFoundError('hidden', name={name!r})")
+    root = tmp_path / "checkout"
+    (root / "benchmarks").mkdir(parents=True)
+    for name in ("ceilings", "figure", "gpu", "harness", "machine"):
+        shutil.copy(ROOT / "benchmarks" / f"{name}.py", root / "benchmarks")
+    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "benchmarks" / "kernels.py").write_text("import os; os.abort()")
+    (root / "benchmarks" / "checkpoint.py").write_text(_script(False, 3))
+    (root / "benchmarks" / "step.py").write_text(_script(True, 0))
+
+    done = _gpu(root, "--out", str(tmp_path / "out"), "--allow-cpu", PYTHONPATH=str(tmp_path / "hidden"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert {part["name"]: part["status"] for part in report["parts"]} == {
+        "ceilings": "passed",
+        "tests": "absent",
+        "kernels": "failed",
+        "optim": "absent",
+        "input": "absent",
+        "checkpoint": "missed",
+        "step": "passed",
+    }
+    assert {figure["name"] for figure in report["parts"][0]["figures"]} == {"copy", "bf16 matmul"}
+    assert "SIGABRT" in report["parts"][2]["detail"]
+    assert (report["complete"], report["exit_code"], report["device"]) == (True, 1, "cpu")
+    assert (report["hardware"]["gpus"], report["commit"]) == ([], "unknown")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu.json", "gpu.log", "gpu.txt"]
+    assert "SIGABRT" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--out", "{tmp}/out"], "no CUDA device"),
+        (["--out", "{tmp}/file", "--allow-cpu"], "name a folder"),
+        (["nothing", "--out", "{tmp}/out"], "PART='nothing': choose from tests, kernels"),
+        (["--out", "{tmp}/out", "--budget", "0", "--allow-cpu"], "above 0"),
+    ],
+)
+def test_wrong_usage_ends_with_2(tmp_path, words, says):
+    (tmp_path / "file").write_text("")
+    done = _gpu(ROOT, *(word.format(tmp=tmp_path) for word in words), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,203 @@
+"""Flipped bits, truncated, missing, swapped and hostile files: found, named, and never loaded."""
+
+import json
+import shutil
+import zlib
+
+import pytest
+
+from overlapkit.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
+from overlapkit.checkpoint.manifest import manifest_bytes, read_manifest
+from tests.checkpoint.faults import read_value, value_state
+
+FILES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sound") / "run"
+    with Checkpointer(directory) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, value_state(step), block=True)
+    return directory
+
+
+@pytest.fixture
+def run(sound, tmp_path):
+    return shutil.copytree(sound, tmp_path / "run")
+
+
+def falls_back(run, match=None):
+    """Step 2 is refused, and "latest" gives step 1, with a warning."""
+    with Checkpointer(run) as checkpointer:
+        with pytest.raises(DamagedCheckpoint, match=match):
+            checkpointer.verify(2)
+        with pytest.raises(DamagedCheckpoint, match=match):
+            checkpointer.restore(value_state(-1), 2)
+        state = value_state(-1)
+        with pytest.warns(UserWarning, match="step-2 is damaged and is skipped"):
+            assert checkpointer.restore(state) == 1
+    assert state["n"] == 1
+    assert (state["model"].weight == 1).all()
+
+
+def same_json(one, other):
+    try:
+        return json.loads(bytes(one)) == json.loads(bytes(other))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_flipped_bit_anywhere_is_found(run, file):
+    path = run / "step-2" / file
+    data = path.read_bytes()
+    places = sorted({*range(0, len(data), max(1, len(data) // 60)), *range(20), len(data) - 1})
+    for at in places:
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << (at % 8)
+        path.write_bytes(flipped)
+        with Checkpointer(run) as checkpointer:
+            if file == "manifest.json" and same_json(flipped, data):
+                continue  # a blank that became another blank
+            with pytest.raises(DamagedCheckpoint, match=file):
+                checkpointer.verify(2)
+
+
+def test_a_flipped_bit_in_a_tensor_is_named_and_never_loaded(run):
+    path = run / "step-2" / FILES[2]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    falls_back(run, match=r"rank-00000.safetensors: tensor 't', bytes \d+ to \d+: the checksum differs")
+
+
+def test_a_failed_restore_changes_nothing(run):
+    path = run / "step-2" / FILES[2]
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    state = value_state(5)
+    with Checkpointer(run) as checkpointer, pytest.raises(DamagedCheckpoint):
+        checkpointer.restore(state, 2)
+    assert state["n"] == 5
+    assert (state["model"].weight == 5).all()
+    assert (state["t"] == 5).all()
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("left", [0, 1, 0.5, -1])
+def test_a_truncated_file_is_found(run, file, left):
+    path = run / "step-2" / file
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * left) if isinstance(left, float) else left])
+    falls_back(run, match=file)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_missing_file_is_found(run, file):
+    (run / "step-2" / file).unlink()
+    falls_back(run, match=file)
+    with Checkpointer(run) as checkpointer:
+        assert checkpointer.steps() == [1]
+        assert checkpointer.latest() == 1
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_of_another_step_is_found(run, file):
+    shutil.copy(run / "step-1" / file, run / "step-2" / file)
+    falls_back(run)
+
+
+def test_a_renamed_checkpoint_is_found(run):
+    (run / "step-2").rename(run / "step-3")
+    with Checkpointer(run) as checkpointer, pytest.raises(DamagedCheckpoint, match="its step"):
+        checkpointer.restore(value_state(0), 3)
+
+
+def test_a_symbolic_link_is_not_followed(run):
+    path = run / "step-2" / FILES[2]
+    path.rename(run / "elsewhere")
+    path.symlink_to(run / "elsewhere")
+    falls_back(run, match="safetensors: missing")
+
+
+def test_where_nothing_is_sound_nothing_is_restored_in_silence(run):
+    for step in (1, 2):
+        (run / f"step-{step}" / FILES[2]).unlink()
+    with (
+        Checkpointer(run) as checkpointer,
+        pytest.warns(UserWarning, match="is damaged"),
+        pytest.raises(DamagedCheckpoint, match=r"step-2.*step-1"),
+    ):
+        checkpointer.restore(value_state(0))
+
+
+def test_damaged_checkpoints_do_not_count_for_retention(run):
+    (run / "step-2" / FILES[2]).unlink()
+    with Checkpointer(run, keep=2) as checkpointer:
+        checkpointer.save(3, value_state(3), block=True)
+        assert checkpointer.steps() == [1, 3]
+    assert read_value(run) == (3, 3)
+
+
+def rewrite(run, change):
+    """Change step 2's part as a hostile writer would: with all checksums made right again."""
+    folder = run / "step-2"
+    part = json.loads((folder / FILES[1]).read_text())
+    manifest = read_manifest(folder)
+    files = {name: dict(file) for name, file in manifest.files.items()}
+    change(part, files)
+    data = json.dumps(part).encode()
+    (folder / FILES[1]).write_bytes(data)
+    files[FILES[1]] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (folder / FILES[0]).write_bytes(manifest_bytes(2, files, 1, {}))
+
+
+def entry(name, **fields):
+    return lambda part, files: part["tensors"][name].update(fields)
+
+
+HOSTILE = {
+    "a file outside": lambda part, files: part["file"].update(name="../../secret"),
+    "another file": lambda part, files: part["file"].update(name="manifest.json"),
+    "a negative offset": entry("t", offset=[-1]),
+    "an offset beyond": entry("t", offset=[1]),
+    "a giant shape": entry("t", shape=[1 << 50]),
+    "a giant box": entry("t", shape=[1 << 50], local=[1 << 50]),
+    "a negative size": entry("t", local=[-9]),
+    "before the data": entry("t", at=-4096),
+    "beyond the file": entry("t", at=1 << 40),
+    "other dimensions": entry("t", shape=[3, 3]),
+    "an unknown dtype": entry("t", dtype="F1024"),
+    "no checksums": entry("t", crc32=[]),
+    "a block of nothing": lambda part, files: part.update(block=0),
+    "text for a number": entry("t", at="0"),
+    "an alias of nothing": lambda part, files: part["tensors"].update(t={"alias": "nowhere"}),
+    "an alias of itself": lambda part, files: part["tensors"].update(t={"alias": "t"}),
+    "no tensors": lambda part, files: part.pop("tensors"),
+    "a list of tensors": lambda part, files: part.update(tensors=[1]),
+    "an unknown tag": lambda part, files: part["state"]["n"].update(value={"$": "os.system", "v": "ls"}),
+    "a tag without a value": lambda part, files: part["state"]["n"].update(value={"$": "tuple"}),
+    "a listed path": lambda part, files: files.update({"../x": {"bytes": 1}}),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_part_is_refused(run, case):
+    rewrite(run, HOSTILE[case])
+    state = value_state(5)
+    with Checkpointer(run) as checkpointer, pytest.raises(DamagedCheckpoint):
+        checkpointer.restore(state, 2)
+    assert state["n"] == 5
+    assert (state["model"].weight == 5).all()
+
+
+def test_a_later_format_is_an_error_and_no_damage(run, monkeypatch):
+    monkeypatch.setattr("overlapkit.checkpoint.manifest.VERSION", 2)
+    rewrite(run, lambda part, files: None)
+    monkeypatch.undo()
+    with (
+        Checkpointer(run) as checkpointer,
+        pytest.raises(CheckpointError, match="version 2.*upgrade") as caught,
+    ):
+        checkpointer.restore(value_state(0))
+    assert not isinstance(caught.value, DamagedCheckpoint)

@@ -1,0 +1,113 @@
+"""Every kernel, as launch.py would launch it, compiled for GPUs that are not here."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from overlapkit.kernels.raw import cross_entropy, rms_norm, swiglu
+from tests.kernels.ahead import Launch, recorded, resources
+
+N = 4096
+WIDTHS = {torch.bfloat16: [512, 1024, 5120, 8192, 16_384], torch.float32: [1024, 2048, 4096]}
+CLASSES = {torch.bfloat16: [32_768, 128_256, 262_144], torch.float32: [128_256]}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path_factory.getbasetemp() / "triton"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
+    """What each kernel is launched with, with every option on and with none."""
+    rows, target = meta(N, dtype=torch.float32), meta(N, dtype=torch.int64)
+    with recorded() as found:
+        for d in widths:
+            x, weight = meta(N, d, dtype=dtype), meta(d, dtype=dtype)
+            rms_norm.forward(x, weight, None, 1e-5, 0.0)
+            rms_norm.forward(x, weight, x, 1e-5, 1.0)
+            rms_norm.backward(x, None, x, weight, rows, 0.0, True)
+            rms_norm.backward(x, x, x, weight, rows, 1.0, True)
+            rms_norm.backward(x, x, x, weight, rows, 1.0, False)
+            swiglu.forward(x, x)
+            swiglu.backward(x, x, x)
+        for v in classes:
+            logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=torch.float32)
+            for options in ((None, -100, 0.0, 0.0, 0.0), (weight, -100, 0.1, 1e-4, 30.0)):
+                cross_entropy.forward(logits, target, *options)
+                dlse = None if options[0] is None else rows
+                w, *numbers = options
+                cross_entropy.backward(rows, dlse, logits, target, w, rows, rows, *numbers)
+    return found
+
+
+def names() -> Iterator[str]:
+    for module in (cross_entropy, rms_norm, swiglu):
+        for name, value in vars(module).items():
+            if type(value).__name__ == "Kernel":
+                yield f"{module.__name__}.{name}"
+
+
+def test_every_kernel_is_among_them() -> None:
+    seen = {
+        f"{launch.kernel.fn.__module__}.{launch.kernel.__name__}"
+        for launch in launches([1024, 16_384], [32_768])
+    }
+    assert seen == set(names())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles_without_spills(capability: int, dtype: torch.dtype) -> None:
+    for launch in launches(WIDTHS[dtype], CLASSES[dtype], dtype):
+        used = resources(launch.compile(capability).asm["cubin"])
+        assert used["REG"] > 0
+        assert (used["STACK"], used["LOCAL"]) == (0, 0), (launch.kernel.fn, launch.args[0].shape, used)
+
+
+def test_rows_are_loaded_and_stored_by_128_bits() -> None:
+    for launch in launches([4096], [32_768]):
+        ptx = launch.compile(90).asm["ptx"]
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx), launch.kernel.fn
+        if launch.args[0].shape == (N, 4096) and launch.kernel.__name__ != "_row_means":
+            assert re.search(r"st\.global\S*\.v4\.b32", ptx), launch.kernel.fn
+
+
+def test_no_offset_is_a_product_in_int32() -> None:
+    """A stride, or a width that serves as one, times a row passes 2^31 for large tensors."""
+    for launch in launches([1024, 16_384], [32_768]):
+        assert int32_products(launch.compile(90).asm["ttir"]) == [], launch.kernel.fn
+
+
+def int32_products(ttir: str) -> list[str]:
+    """Lines of TTIR that multiply a stride or a width in 32 bits."""
+    widths = {
+        name for name in re.findall(r"(%\w+): i32", ttir) if name.endswith("_stride") or name == "%n_cols"
+    }
+    found = []
+    for line in ttir.splitlines():
+        if copied := re.match(r"\s*(%\w+) = tt\.(?:splat|broadcast) (%\w+) :", line):
+            if copied[2] in widths:
+                widths.add(copied[1])
+        elif (product := re.match(r"\s*%\w+ = arith\.muli (%\w+), (%\w+) : (?:\S*x)?i32\b", line)) and (
+            {product[1], product[2]} & widths
+        ):
+            found.append(line)
+    return found
+
+
+def test_the_search_for_int32_products_finds_one() -> None:
+    ttir = """tt.func public @k(%x_stride: i32, %n: i32) {
+      %a = tt.splat %x_stride : i32 -> tensor<4x1xi32> loc(#l)
+      %b = arith.muli %rows, %a : tensor<4x1xi32> loc(#l)
+      %c = arith.muli %n, %n : i32 loc(#l)"""
+    assert [line.split()[0] for line in int32_products(ttir)] == ["%b"]

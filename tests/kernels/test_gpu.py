@@ -1,0 +1,158 @@
+"""The compiled kernels, on a GPU: values, devices, streams, sizes, and nothing that waits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlapkit import kernels
+from tests.kernels.judge import compare, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cuda") -> Tensor:
+    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") -> tuple[Any, ...]:
+    """Ours, torch's, inputs and output gradients."""
+    x, other, weight = (make(*s, dtype=dtype, device=device) for s in ((n, d), (n, d), (d,)))
+    if name == "swiglu":
+        return kernels.swiglu, lambda g, u: F.silu(g) * u, (x, other), (torch.randn_like(x),)
+    if name == "cross_entropy":
+        target = torch.randint(d, (n,), device=device)
+        target[1::3] = -100
+        grad = (torch.randn(n, device=device),)
+        return (
+            lambda x: kernels.cross_entropy(x, target, reduction="none"),
+            lambda x: F.cross_entropy(x if x.dtype == torch.float64 else x.float(), target, reduction="none"),
+            (x,),
+            grad,
+        )
+
+    def norm(x: Tensor, weight: Tensor, other: Tensor) -> Any:
+        return F.rms_norm(x + other, (d,), weight, 1e-5), x + other
+
+    def ours(x: Tensor, weight: Tensor, other: Tensor) -> Any:
+        return kernels.rms_norm(x, weight, 1e-5, residual=other)
+
+    return ours, norm, (x, weight, other), (torch.randn_like(x), torch.randn_like(x))
+
+
+NAMES = ["rms_norm", "swiglu", "cross_entropy"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("n", "d"), [(5, 37), (1, 3), (127, 255), (4097, 1024), (33, 8192), (65, 16_384), (3, 50_257)]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_values_and_gradients_are_as_good_as_torchs(name: str, n: int, d: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    compare(*case(name, n, d, dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_rows(name: str) -> None:
+    ours, _, inputs, grads = case(name, 0, 37, torch.bfloat16)
+    for tensor in run(ours, inputs, grads):
+        assert not tensor.isnan().any()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_that_is_not_current(name: str) -> None:
+    assert torch.cuda.current_device() == 0
+    compare(*case(name, 65, 1000, torch.float32, device="cuda:1"))
+    assert torch.cuda.current_device() == 0
+
+
+def without_waiting(fn: Callable[[], Any]) -> Any:
+    fn()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return fn()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    ours, _, inputs, grads = case(name, 65, 1000, torch.bfloat16)
+    without_waiting(lambda: run(ours, inputs, grads))
+
+
+def test_cross_entropys_options_and_mean_do_not_wait() -> None:
+    x, target, weight = (
+        make(65, 1000),
+        torch.randint(1000, (65,), device="cuda"),
+        torch.rand(1000, device="cuda"),
+    )
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "return_lse": True}
+
+    def step() -> None:
+        loss, lse = kernels.cross_entropy(x, target, weight, **options)
+        (loss + lse.mean()).backward()
+
+    without_waiting(step)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_in_a_cuda_graph(name: str) -> None:
+    ours, _, inputs, grads = case(name, 65, 1000, torch.float32)
+    eager = run(ours, inputs, grads)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run(ours, inputs, grads)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(ours, inputs, grads)
+    graph.replay()
+    for a, b in zip(eager, captured, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_in_one_graph_is_bitwise_the_same(name: str) -> None:
+    torch._dynamo.reset()
+    ours, _, inputs, grads = case(name, 65, 1000, torch.bfloat16)
+    compiled = torch.compile(ours, fullgraph=True)
+    for a, b in zip(run(ours, inputs, grads), run(compiled, inputs, grads), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_runs_agree_bitwise(name: str) -> None:
+    ours, _, inputs, grads = case(name, 4097, 1024, torch.bfloat16)
+    for a, b in zip(run(ours, inputs, grads), run(ours, inputs, grads), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_more_than_2_to_31_elements() -> None:
+    n, d = 2**31 // 8192 + 1, 8192
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GB of free device memory")
+    x = torch.zeros(n, d, dtype=torch.bfloat16, device="cuda")
+    x[-1] = torch.randn(d).to(x)
+    last = x[-1:].clone()
+    assert torch.equal(kernels.rms_norm(x)[-1:], kernels.rms_norm(last))
+    assert torch.equal(kernels.swiglu(x, x)[-1:], kernels.swiglu(last, last))
+    x.requires_grad_()
+    last.requires_grad_()
+    target = torch.zeros(n, dtype=torch.int64, device="cuda")
+    kernels.cross_entropy(x, target, reduction="sum").backward()
+    kernels.cross_entropy(last, target[-1:], reduction="sum").backward()
+    assert x.grad is not None
+    assert last.grad is not None
+    assert torch.equal(x.grad[-1:], last.grad)

@@ -1,0 +1,207 @@
+"""replicate: the same bits as DDP, spans of each bucket, compression within rounding."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+import overlapkit as ok
+from tests.parallel.models import WIDTH, batch, gpt, half, loss_of, train, trained_alone, worst_error
+from tests.ranks import one_rank_group, run_ranks
+
+GRADIENT_BYTES = 4 * sum(p.numel() for p in gpt().parameters())
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_two_ranks_train_as_one():
+    def job(rank: int) -> list[float]:
+        errors = []
+        for how, options in (
+            ({}, {}),
+            ({"tied": True}, {}),
+            ({"frozen": ("blocks.1",)}, {"static_graph": True}),
+            ({}, {"bucket_cap_mb": 0.0005}),
+        ):
+            model = gpt(**how)
+            truth = trained_alone(model)
+            replica = ok.replicate(model, **options)
+            train(replica, half(rank))
+            errors.append(max(worst_error(replica, truth)))
+        return errors
+
+    for errors in run_ranks(2, job):
+        assert max(errors) < 2e-6
+
+
+def test_three_ranks_give_the_bits_of_plain_ddp():
+    def job(rank: int) -> bool:
+        ours = ok.replicate(gpt(), bucket_cap_mb=0.001)
+        plain = DistributedDataParallel(gpt(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+        same = True
+        for step in range(3):  # buckets are rebuilt after the first
+            for model in (ours, plain):
+                model.zero_grad()
+                loss_of(model, batch(step, 6).chunk(3)[rank]).backward()
+            pairs = zip(_gradients(ours), _gradients(plain), strict=True)
+            same &= all(torch.equal(a, b) for a, b in pairs)
+        return same
+
+    assert run_ranks(3, job) == [True] * 3
+
+
+def test_spans_of_every_bucket_and_one_tail():
+    def job(rank: int) -> list[list[tuple[str, Any, bool]]]:
+        model = ok.replicate(gpt(), bucket_cap_mb=0.001)
+        steps = []
+        for step in range(3):
+            loss_of(model, batch(step)).backward()
+            spans = model.timings()
+            (tail,) = [span for span in spans if span.exposed]
+            others = [span for span in spans if span is not tail]
+            assert max(span.end for span in others) == tail.end
+            assert max(span.start for span in others) == tail.start
+            steps.append([(span.name, span.bytes, span.exposed) for span in others])
+        with model.no_sync():
+            loss_of(model, batch(9)).backward()
+        return [*steps, model.timings()]
+
+    for *steps, silent in run_ranks(2, job):
+        assert silent == []
+        assert [len(spans) > 2 for spans in steps] == [
+            False,
+            True,
+            True,
+        ]  # DDP's first backward has one bucket
+        for spans in steps:
+            assert sum(nbytes for _, nbytes, _ in spans) == GRADIENT_BYTES
+        assert steps[0][0][0] == "all_reduce embed.weight .. head.weight (22)"
+        names = [name for name, _, _ in steps[-1]]
+        assert names[0].startswith("all_reduce head.weight .. "), "gradients are ready from the head down"
+        assert names[-1].endswith("embed.weight (5)"), names
+
+
+@pytest.mark.parametrize(("wire", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_compression_is_one_rounding_and_one_sum(wire: str, dtype: torch.dtype):
+    def job(rank: int) -> tuple[bool, int, torch.dtype]:
+        model = ok.replicate(gpt(), compress=wire)
+        loss_of(model, half(rank)(batch(0))).backward()
+        sent = []
+        for other in range(2):
+            alone = gpt()
+            loss_of(alone, half(other)(batch(0))).backward()
+            sent.append([(g * 0.5).to(dtype) for g in _gradients(alone)])
+        expected = [(a + b).float() for a, b in zip(*sent, strict=True)]
+        same = all(torch.equal(a, b) for a, b in zip(_gradients(model), expected, strict=True))
+        moved = sum(span.bytes for span in model.timings() if span.bytes)
+        return same, moved, _gradients(model)[0].dtype
+
+    assert run_ranks(2, job) == [(True, GRADIENT_BYTES // 2, torch.float32)] * 2
+
+
+class _Fork(nn.Module):
+    """Uses its second branch on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 3, bias=False), nn.Linear(WIDTH, 3, bias=False)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+def test_parameters_unused_on_one_rank():
+    def job(rank: int) -> list[float]:
+        torch.manual_seed(1)
+        model = ok.replicate(_Fork(), find_unused_parameters=True)
+        model(torch.ones(2, WIDTH), both=rank == 0).sum().backward()
+        return [model.module.a.weight.grad[0, 0].item(), model.module.b.weight.grad[0, 0].item()]
+
+    assert run_ranks(2, job) == [[2.0, 1.0]] * 2
+
+
+def test_copies_and_pickles_are_as_those_of_ddp():
+    with one_rank_group():
+        model = ok.replicate(gpt())
+        plain = DistributedDataParallel(gpt())
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert [name for name, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        loss_of(model, batch(0)).backward()
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            twin.zero_grad()
+            loss_of(twin, batch(0)).backward()
+            assert all(torch.equal(a, b) for a, b in zip(_gradients(twin), _gradients(model), strict=True))
+            assert twin.timings() == []
+        assert len(model.timings()) == 2  # one bucket and the tail
+
+
+def _on_a_gpu(rank: int) -> tuple[bool, list[list[tuple[str, Any, bool]]]]:
+    ours = ok.replicate(gpt().cuda(), bucket_cap_mb=0.001)
+    alone = gpt().cuda()
+    steps = []
+    for step in range(2):
+        for model in (ours, alone):
+            model.zero_grad()
+            loss_of(model, batch(step).cuda()).backward()
+        torch.cuda.synchronize()
+        steps.append([(span.name, span.bytes, span.exposed) for span in ours.timings()])
+    pairs = zip(_gradients(ours), _gradients(alone), strict=True)
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in pairs), steps
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_spans_of_queued_reductions_on_a_gpu():
+    ((same, steps),) = run_ranks(1, _on_a_gpu, backend="nccl", start="spawn")
+    assert same
+    for spans in steps:
+        assert sum(nbytes for _, nbytes, _ in spans if nbytes) == GRADIENT_BYTES
+        assert [name for name, _, exposed in spans if exposed] == ["all_reduce tail"]
+
+
+def test_one_process_without_a_group_gets_its_model_back(monkeypatch: pytest.MonkeyPatch):
+    model = gpt()
+    assert not dist.is_initialized()
+    assert ok.replicate(model, static_graph=True) is model
+    with pytest.raises(ValueError, match="compress='bf16' needs a process group"):
+        ok.replicate(model, compress="bf16")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ok.replicate(model)
+
+
+BAD = [
+    ({"plan": object()}, NotImplementedError, "plan="),
+    ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0"),
+    ({"bucket_cap_mb": "25"}, ValueError, "bucket_cap_mb='25'"),
+    ({"bucket_cap_mb": float("nan")}, ValueError, "bucket_cap_mb=nan"),
+    ({"compress": "int8"}, ValueError, "compress='int8'"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), BAD)
+def test_bad_options(options: dict[str, Any], kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        ok.replicate(gpt(), **options)
+
+
+def test_bad_models():
+    with pytest.raises(TypeError, match="model=int"):
+        ok.replicate(3)
+    with pytest.raises(ValueError, match="no parameters"):
+        ok.replicate(nn.ReLU())
+    with pytest.raises(ValueError, match="requires a gradient"):
+        ok.replicate(gpt().requires_grad_(False))
+    with pytest.raises(NotImplementedError, match=r"model.0 has sparse gradients"):
+        ok.replicate(nn.Sequential(nn.Embedding(3, 2, sparse=True)))
+    with one_rank_group():
+        twice = ok.replicate(gpt())
+        with pytest.raises(ValueError, match="wrapped in DistributedDataParallel already"):
+            ok.replicate(twice)

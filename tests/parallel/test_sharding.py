@@ -1,0 +1,136 @@
+"""Bad input of shard and describe: one clear error, before anything is changed."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import overlapkit as ok
+from overlapkit.parallel import describe
+from tests.parallel.models import gpt
+from tests.ranks import one_rank_group
+
+UNBUILT = [
+    {"plan": object()},
+    {"recompute": "full"},
+    {"compile_blocks": True},
+    {"offload": True},
+]
+
+
+@pytest.mark.parametrize("option", UNBUILT, ids=lambda option: next(iter(option)))
+def test_what_is_not_there_says_so(option: dict[str, Any]):
+    with pytest.raises(NotImplementedError, match=f"{next(iter(option))}=.* not there yet"):
+        ok.shard(gpt(), **option)
+
+
+BAD_OPTIONS = [
+    ({"forward_prefetch": -1}, ValueError, "forward_prefetch=-1"),
+    ({"forward_prefetch": True}, ValueError, "forward_prefetch=True"),
+    ({"backward_prefetch": 1.5}, ValueError, "backward_prefetch=1.5"),
+    ({"reshard": "yes"}, ValueError, "reshard='yes'"),
+    ({"reshard": None}, ValueError, "reshard=None"),
+    ({"mp_policy": "fp8"}, ValueError, "mp_policy='fp8'"),
+    ({"mp_policy": torch.bfloat16}, ValueError, "mp_policy=torch.bfloat16"),
+    ({"units": "blocks"}, ValueError, "units='blocks'"),
+    ({"ignored": "head"}, TypeError, "ignored='head'"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), BAD_OPTIONS)
+@pytest.mark.parametrize("function", [ok.shard, describe])
+def test_bad_options_also_without_a_group(function: Any, options: Any, kind: Any, message: str):
+    with pytest.raises(kind, match=message):
+        function(gpt(), **options)
+
+
+def test_the_policy_is_not_dropped_where_there_is_no_group():
+    with pytest.raises(ValueError, match="mp_policy='bf16' needs a process group"):
+        ok.shard(gpt(), mp_policy="bf16")
+
+
+def test_world_size_without_a_group(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ok.shard(gpt())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    ok.shard(gpt())
+
+
+def _lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(3))
+
+
+def _scalar() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+def _strided() -> nn.Module:
+    model = nn.Linear(2, 3)
+    model.weight = nn.Parameter(torch.ones(2, 3).t())
+    return model
+
+
+def _mixed() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    model[0].bfloat16()
+    return model
+
+
+BAD_MODELS = [
+    (lambda: "gpt", TypeError, "model=str"),
+    (lambda: nn.ReLU(), ValueError, "no parameters"),
+    (_lazy, ValueError, "0.weight has no shape yet"),
+    (_scalar, ValueError, r"scale is a scalar .* shape \(1,\)"),
+    (_strided, ValueError, "weight is not contiguous"),
+    (_mixed, ValueError, "0.weight is torch.bfloat16, 1.weight is torch.float32"),
+    (lambda: gpt().to("meta"), NotImplementedError, "embed.weight is on the meta device"),
+    (lambda: nn.ModuleList([nn.Linear(2, 2)]), ValueError, "model is a ModuleList"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "message"), BAD_MODELS)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_bad_models(make: Any, kind: Any, message: str):
+    with pytest.raises(kind, match=message):
+        ok.shard(make())
+
+
+def test_frozen_parameters_may_have_a_dtype_of_their_own():
+    model = _mixed()
+    model[0].requires_grad_(False)
+    ok.shard(model)
+
+
+def test_a_compiled_model_is_too_late():
+    with pytest.raises(ValueError, match="call shard first, then compile"):
+        ok.shard(torch.compile(gpt(), backend="eager"))
+
+
+def test_wrapped_models_and_bad_meshes():
+    with one_rank_group():
+        ddp = nn.parallel.DistributedDataParallel(gpt())
+        with pytest.raises(ValueError, match="model is wrapped in DistributedDataParallel"):
+            ok.shard(ddp)
+        partly = gpt()
+        ok.shard(partly.blocks[0])
+        for function in (ok.shard, ok.replicate):
+            with pytest.raises(ValueError, match=r"model.blocks.0 is sharded already"):
+                function(partly)
+        with pytest.raises(TypeError, match="mesh='cpu'"):
+            ok.shard(gpt(), "cpu")
+        with pytest.raises(ValueError, match="3 dimensions"):
+            ok.shard(gpt(), init_device_mesh("cpu", (1, 1, 1)))
+        with pytest.raises(ValueError, match="without names"):
+            ok.shard(gpt(), init_device_mesh("cpu", (1, 1)))
+        with pytest.raises(ValueError, match="reshard=3: .* the 1 ranks"):
+            ok.shard(gpt(), reshard=3)
+        named = gpt()
+        named.timings = 3
+        with pytest.raises(ValueError, match="'timings' already"):
+            ok.shard(named)
+        assert type(named).__name__ == "Gpt", "an error must leave the model as it was"
