@@ -34,8 +34,8 @@ def test_the_ledger_counts_what_masks_let_through() -> None:
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_rms_norm(residual: bool) -> None:
-    x, weight = make(4096, 1024), make(1024)
-    other = make(4096, 1024) if residual else None
+    x, weight = make(4096, 256), make(256)
+    other = make(4096, 256) if residual else None
     with ledger() as forward:
         out = kernels.rms_norm(x, weight, residual=other)
     outputs = out if residual else (out,)
@@ -48,13 +48,13 @@ def test_rms_norm(residual: bool) -> None:
 
 
 def test_rms_norm_backward_of_wide_rows() -> None:
-    """Two passes: 5/3, here plus 1/48 for the weight and, with only 512 rows, 1/16 for 33 shares."""
-    x, weight = make(512, 16_384), make(16_384)
+    """Two passes: 5/3, here plus 1/48 for the weight and, with only 128 rows, 1/4 for 33 shares."""
+    x, weight = make(128, 16_384), make(16_384)
     y = kernels.rms_norm(x, weight)
     dy = torch.ones_like(y)
     with ledger() as count:
         y.backward(dy)
-    assert 5 / 3 - 0.01 <= count.total / size(x, weight, dy, x.grad, weight.grad) <= 5 / 3 + 1 / 48 + 1 / 15
+    assert 5 / 3 - 0.01 <= count.total / size(x, weight, dy, x.grad, weight.grad) <= 5 / 3 + 1 / 48 + 0.27
 
 
 def test_swiglu() -> None:

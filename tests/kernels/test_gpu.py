@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+SIZES = [(5, 37), (1, 3), (127, 255), (4097, 1024), (33, 8192), (65, 16_384), (3, 50_257)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -52,9 +53,7 @@ NAMES = ["rms_norm", "swiglu", "cross_entropy"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("n", "d"), [(5, 37), (1, 3), (127, 255), (4097, 1024), (33, 8192), (65, 16_384), (3, 50_257)]
-)
+@pytest.mark.parametrize(("n", "d"), SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients_are_as_good_as_torchs(name: str, n: int, d: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -91,14 +91,8 @@ def test_undo_gives_everything_back() -> None:
     result = kernels.swap(model)
     result.undo()
     assert result.changed == []
-    assert {type(m) for m in model.modules()} == {
-        Model,
-        nn.ModuleList,
-        Block,
-        nn.RMSNorm,
-        nn.Linear,
-        nn.CrossEntropyLoss,
-    }
+    kinds = {Model, nn.ModuleList, Block, nn.RMSNorm, nn.Linear, nn.CrossEntropyLoss}
+    assert {type(m) for m in model.modules()} == kinds
     result.undo()
     assert kernels.swap(model).changed == NAMES
 

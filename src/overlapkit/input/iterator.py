@@ -34,6 +34,7 @@ class BatchIterator:
     Args:
         begin: Starts a pass, where the given position stood.
         resume: Where to start, or None for the beginning.
+        epoch: The epoch that the loop is in.
         depth: Pulls outstanding.
         device: Where batches go.
         log: Takes the consumer's waits.
@@ -48,6 +49,7 @@ class BatchIterator:
         self,
         begin: Callable[[Position | None], Reader],
         resume: Position | None,
+        epoch: int | None,
         depth: int,
         device: torch.device,
         log: SpanLog,
@@ -58,6 +60,7 @@ class BatchIterator:
         self._owner = os.getpid(), threading.get_ident()
         self._begin = begin
         self._resumed = resume is not None
+        self._epoch = epoch
         self._depth = depth
         self._device = device
         self._log = log
@@ -82,14 +85,14 @@ class BatchIterator:
         with self._log.host("input", "wait", exposed=True):
             outcome = self._tickets[0].wait()
         self._tickets.popleft()
+        if self._resumed and not self._handed_out and self._is_over(outcome):
+            self._start_afresh()
+            return next(self)
         if isinstance(outcome, Pulled):
             return self._hand_over(outcome)
         if isinstance(outcome, Failed):
             return self._fail(outcome)
         assert isinstance(outcome, Ended)
-        if self._resumed and not self._handed_out:  # the state stood at its epoch's end: this is the next one
-            self._start_afresh()
-            return next(self)
         self._end(outcome.position)
         raise StopIteration
 
@@ -118,6 +121,18 @@ class BatchIterator:
         self._tickets: deque[Ticket[_Outcome]] = deque()
         for _ in range(self._depth):
             self._submit()
+
+    def _is_over(self, outcome: _Outcome) -> bool:
+        """Whether the epoch that a state stands in is over, by its end or because another one was set."""
+        if isinstance(outcome, Pulled) and self.position.epoch != self._epoch:
+            warnings.warn(
+                f"the loaded state stands after batch {self.position.taken} of epoch {self.position.epoch}, "
+                f"but epoch {self._epoch} was set: the rest of that epoch is left out. Start at the state's "
+                "epoch to go on in it",
+                stacklevel=3,
+            )
+            return True
+        return isinstance(outcome, Ended)
 
     def _start_afresh(self) -> None:
         self._resumed = False

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from overlapkit.device import as_device
-from overlapkit.input.detect import known_length, open_source
+from overlapkit.input.detect import open_source
 from overlapkit.input.iterator import BatchIterator
 from overlapkit.input.position import Position
 from overlapkit.input.reader import Reader
@@ -103,7 +103,8 @@ class DeviceLoader:
         resume, self._resume = self._resume, None
         made = BatchIterator(
             self._begin,
-            self._still_wanted(resume),
+            resume,
+            self._current_epoch(),
             self._depth,
             self._device,
             self._log,
@@ -207,7 +208,7 @@ class DeviceLoader:
         return Reader(cursor, mover, self._transform, self._log)
 
     def _replay(self, resume: Position, epoch: int) -> Cursor:
-        """Take up an epoch that is over but for its end, though the next is set: generators go through it."""
+        """Take up the state's epoch though another one is set: where it is over, generators go through it."""
         assert resume.epoch is not None
         self.set_epoch(resume.epoch)
         try:
@@ -228,19 +229,6 @@ class DeviceLoader:
         if reader.mover is not None:
             self._idle.append(reader.mover)
             reader.mover = None
-
-    def _still_wanted(self, resume: Position | None) -> Position | None:
-        """Drop a loaded position within an epoch when another epoch was set since."""
-        epoch = self._current_epoch()
-        over = (0, known_length(self._source.original))
-        if resume is None or resume.epoch == epoch or resume.taken in over:
-            return resume
-        warnings.warn(
-            f"the loaded state stands after batch {resume.taken} of epoch {resume.epoch}, but epoch {epoch} "
-            "was set: the rest of that epoch is left out. Start at the state's epoch to go on in it",
-            stacklevel=3,
-        )
-        return None
 
     def _current_epoch(self) -> int | None:
         for holder in self._epoch_holders():

@@ -50,9 +50,11 @@ class Position:
                 f"state has format {state.get('format')!r}, this version of overlapkit reads {FORMAT}: "
                 "give what DeviceLoader.state_dict() returned"
             )
-        if state["source"] != kind:
+        if state.get("source") != kind:
             raise ValueError(
-                f"state was saved over a source of the kind {state['source']!r}, this one is {kind!r}: "
+                f"state was saved over a source of the kind {state.get('source')!r}, this one is {kind!r}: "
                 "build the DeviceLoader over the same kind of source as when it was saved"
             )
+        if missing := sorted({"taken", "epoch", "order", "mark"} - state.keys()):
+            raise ValueError(f"state lacks {', '.join(missing)}: it is damaged")
         return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"])

@@ -41,6 +41,7 @@ class SkippingLoader(Source):
     def __init__(self, original: DataLoader[Any]) -> None:
         super().__init__(original)
         self.exclusive = original.persistent_workers
+        self._random = _Generators(self._find_generators())
         self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
 
     def begin(self, resume: Position | None) -> Cursor:
@@ -49,49 +50,54 @@ class SkippingLoader(Source):
         Raises:
             RuntimeError: The source does not give the order that the state was saved in.
         """
-        if resume is None or resume.order is None:
-            return self._start(self._order(), None)
-        _restore(self._generators(), resume.order["generators"])
-        if resume.order["torch"] is None:  # saved between epochs
-            return self._start(self._order(), None)
-        with random_state(resume.order["torch"]):
-            return self._start(resume.order, resume)
+        order = resume.order if resume else None
+        if resume is None or order is None:
+            return self._start(None)
+        if order["torch"] is not None:
+            with random_state():  # what iter() draws was drawn when the epoch began
+                return self._start(order, resume)
+        if order["begun"]:
+            return self._go_on(order)
+        self._random.restore(order["generators"])
+        return self._start(None)
 
     def rest(self) -> Position:
-        """The generators as they are."""
-        return Position(order=self._order(between=True))
+        """The generators as they are; torch's global one moves on between epochs."""
+        order = {"generators": self._random.save(), "torch": None, "begun": self._kept is not None}
+        return Position(order=order)
 
-    def _start(self, order: dict[str, Any], resume: Position | None) -> "_IndexCursor":
+    def _go_on(self, order: dict[str, Any]) -> "_IndexCursor":
+        """Start an epoch that is not the first of persistent workers: the seed that those draw was drawn."""
+        cursor = self._start({**order, "torch": torch.get_rng_state()})
+        torch.set_rng_state(cursor.draws.drawn)
+        return cursor
+
+    def _start(self, order: dict[str, Any] | None, resume: Position | None = None) -> "_IndexCursor":
         loader, indices = self._clone()
+        indices.order = order
         indices.skip = resume.taken if resume else 0
         batches = iter(loader)
-        assert indices.latest is not None
-        indices.latest.prime()
+        draws = indices.latest
+        assert draws is not None
+        draws.prime()
         if resume is not None:
-            indices.latest.check(resume)
+            draws.check(resume)
         taken, mark = (resume.taken, resume.mark) if resume else (0, None)
-        return _IndexCursor(batches, Position(taken, order=order, mark=mark), indices.latest, self)
+        return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws, self)
 
     def _clone(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
         if self._kept is not None:
             return self._kept
         loader = copy.copy(self.original)
         attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        indices = _IndexBatches(getattr(loader, attribute))
+        indices = _IndexBatches(getattr(loader, attribute), self._random)
         loader.__dict__[attribute] = indices  # setattr is refused once a DataLoader is made
         if loader.persistent_workers:
             loader._iterator = None  # the original's workers are not ours
             self._kept = loader, indices
         return loader, indices
 
-    def _order(self, *, between: bool = False) -> dict[str, Any]:
-        """What the next order is drawn from. Between epochs torch's global state moves on: it is left out."""
-        return {
-            "generators": [generator.get_state() for generator in self._generators()],
-            "torch": None if between else torch.get_rng_state(),
-        }
-
-    def _generators(self) -> list[torch.Generator]:
+    def _find_generators(self) -> list[torch.Generator]:
         holders = [self.original, *sampler_chain(self.original)]
         found = [value for holder in holders for value in vars(holder).values() if _is_generator(value)]
         return list({id(generator): generator for generator in found}.values())
@@ -109,16 +115,38 @@ def sampler_chain(loader: Any) -> list[Any]:
     return chain
 
 
-class _IndexBatches:
-    """Stands in for a loader's (batch) sampler: each pass begins after `skip` of its batches."""
+class _Generators:
+    """The generators that a loader and its samplers own."""
 
-    def __init__(self, sampler: Iterable[Any]) -> None:
+    def __init__(self, generators: list[torch.Generator]) -> None:
+        self._generators = generators
+
+    def save(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def restore(self, states: list[Any]) -> None:
+        if len(self._generators) != len(states):
+            raise RuntimeError(
+                f"state holds {len(states)} generator state(s), source has {len(self._generators)} "
+                "torch.Generator(s): build the source as it was when the state was saved"
+            )
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(torch.as_tensor(state, dtype=torch.uint8, device="cpu"))
+
+
+class _IndexBatches:
+    """Stands in for a loader's (batch) sampler: its passes start in a given order, after `skip` batches."""
+
+    def __init__(self, sampler: Iterable[Any], random: _Generators) -> None:
         self._sampler = sampler
+        self._random = random
+        self.order: dict[str, Any] | None = None
         self.skip = 0
         self.latest: _Draws | None = None
 
     def __iter__(self) -> "_Draws":
-        self.latest = _Draws(self._sampler, self.skip)  # a DataLoader with workers begins twice
+        # a DataLoader with workers begins twice, and draws from the first pass never
+        self.latest = _Draws(self._sampler, self._random, self.order, self.skip)
         return self.latest
 
     def __len__(self) -> int:
@@ -126,15 +154,33 @@ class _IndexBatches:
 
 
 class _Draws:
-    """One pass over index batches, which remembers those whose data has not been handed over."""
+    """One pass over index batches, which remembers those whose data has not been handed over.
 
-    def __init__(self, sampler: Iterable[Any], skip: int) -> None:
+    Args:
+        sampler: Gives index batches.
+        random: Its generators.
+        replay: The random state to draw the order from, or None for the state there is.
+        skip: Index batches to leave out.
+
+    Attributes:
+        order: The random state that the order was drawn from.
+        drawn: torch's global random state right after that.
+        given: Index batches given to the DataLoader.
+        under_way: Those of them whose data has not been handed over.
+    """
+
+    def __init__(
+        self, sampler: Iterable[Any], random: _Generators, replay: dict[str, Any] | None, skip: int
+    ) -> None:
         self._sampler = sampler
+        self._random = random
         self._skip = skip
         self._batches: Iterator[Any] | None = None
         self._first: list[Any] = []
         self._last_skipped: Any = None
         self._skipped = 0
+        self.order = replay
+        self.drawn = torch.empty(0, dtype=torch.uint8)
         self.given = 0
         self.under_way: deque[Any] = deque()
 
@@ -150,14 +196,20 @@ class _Draws:
         return index
 
     def prime(self) -> None:
-        """Skip, and draw the first batch: samplers that shuffle do it here, in the caller's thread."""
+        """Skip, and draw the first batch: samplers that shuffle do it here, in the consumer's thread."""
         if self._batches is not None:
             return
+        if self.order is None:
+            self.order = {"generators": self._random.save(), "torch": torch.get_rng_state()}
+        else:
+            self._random.restore(self.order["generators"])
+            torch.set_rng_state(torch.as_tensor(self.order["torch"], dtype=torch.uint8, device="cpu"))
         self._batches = iter(self._sampler)
         for index in islice(self._batches, self._skip):
             self._last_skipped = index
             self._skipped += 1
         self._first.extend(islice(self._batches, 1))
+        self.drawn = torch.get_rng_state()
 
     def advance(self, given: int) -> None:
         """Draw on until `given` batches were given, so that generators stand where they should."""
@@ -185,13 +237,13 @@ class _IndexCursor(Cursor):
         self, batches: Iterator[Any], position: Position, draws: _Draws, source: SkippingLoader
     ) -> None:
         super().__init__(batches, position)
-        self._draws = draws
+        self.draws = draws
         self._source = source
         self._ahead = draws.given
 
     def next(self) -> tuple[Any, Any]:
         batch, _ = super().next()
-        index = self._draws.under_way.popleft()
+        index = self.draws.under_way.popleft()
         return batch, partial(digest, index.copy() if type(index) is list else index)
 
     def finished(self) -> Position:
@@ -200,7 +252,7 @@ class _IndexCursor(Cursor):
     def close(self, handed_out: int, depth: int) -> None:
         super().close(handed_out, depth)
         # how far the reader came is chance; where a shared generator is left must not be
-        self._draws.advance(self._ahead + handed_out + depth)
+        self.draws.advance(self._ahead + handed_out + depth)
 
 
 def digest(index: Any) -> int | None:
@@ -216,13 +268,3 @@ def _is_sampler(name: str, value: Any) -> bool:
 
 def _is_generator(value: Any) -> bool:
     return isinstance(value, torch.Generator)
-
-
-def _restore(generators: list[torch.Generator], states: list[Any]) -> None:
-    if len(generators) != len(states):
-        raise RuntimeError(
-            f"state holds {len(states)} generator state(s), source has {len(generators)} torch.Generator(s): "
-            "build the source as it was when the state was saved"
-        )
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(torch.as_tensor(state, dtype=torch.uint8, device="cpu"))

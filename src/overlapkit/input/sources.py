@@ -178,11 +178,9 @@ class _Snapshots(Cursor):
 
 
 @contextmanager
-def random_state(state: Any = None) -> Iterator[None]:
-    """Draw from torch's global generator as it was, or is; afterwards it goes on as if nothing was drawn."""
+def random_state() -> Iterator[None]:
+    """Let torch's global generator go on afterwards as if nothing had been drawn."""
     now = torch.get_rng_state()
-    if state is not None:
-        torch.set_rng_state(torch.as_tensor(state, dtype=torch.uint8, device="cpu"))
     try:
         yield
     finally:

@@ -255,24 +255,7 @@ def backward(
     flags = {"HAS_DSUM": dsum is not None, "HAS_WEIGHT": weight is not None, "NEED_DW": need_dw}
     numbers = (*strides, n_rows, n_cols, n_shares, offset)
     if wide:
-        mean = torch.empty_like(rstd)
-        _row_means.launch(
-            -(-n_rows // 16),
-            dy_rows,
-            rows,
-            w,
-            rstd,
-            mean,
-            strides[0],
-            strides[2],
-            n_rows,
-            n_cols,
-            offset,
-            warps=8,
-            HAS_WEIGHT=weight is not None,
-            BLOCK_ROWS=16,
-            BLOCK_COLS=256,
-        )
+        mean = _means(dy_rows, rows, weight, rstd, offset)
         grid = n_shares * -(-n_cols // block.cols)
         _backward_columns.launch(
             grid, *inputs, mean, dx, partial, *numbers, warps=block.warps, **flags, BLOCK_COLS=block.cols
@@ -285,6 +268,29 @@ def backward(
     if weight is None or not need_dw:
         return dx, x.new_empty(0)
     return dx, partial.sum(0).to(weight.dtype)
+
+
+def _means(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float) -> Tensor:
+    """The first pass over wide rows (N, D): fp32 (N,)."""
+    mean = torch.empty_like(rstd)
+    _row_means.launch(
+        -(-x.shape[0] // 16),
+        dy,
+        x,
+        x if weight is None else weight.contiguous(),
+        rstd,
+        mean,
+        dy.stride(0),
+        x.stride(0),
+        x.shape[0],
+        x.shape[1],
+        offset,
+        warps=8,
+        HAS_WEIGHT=weight is not None,
+        BLOCK_ROWS=16,
+        BLOCK_COLS=256,
+    )
+    return mean
 
 
 def _shares(n_rows: int, n_cols: int, block: Tile, n_processors: int) -> int:

@@ -93,7 +93,20 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     n_rows, n_cols = g.shape
     block = tile(n_rows, n_cols, elements=2048)
     grid = -(-n_rows // block.rows) * -(-n_cols // block.cols)
-    strides = (d.stride(0), g.stride(0), u.stride(0))
-    blocks = {"BLOCK_ROWS": block.rows, "BLOCK_COLS": block.cols}
-    _backward.launch(grid, d, g, u, dgate, dup, *strides, n_rows, n_cols, warps=block.warps, **blocks)
+    _backward.launch(
+        grid,
+        d,
+        g,
+        u,
+        dgate,
+        dup,
+        d.stride(0),
+        g.stride(0),
+        u.stride(0),
+        n_rows,
+        n_cols,
+        warps=block.warps,
+        BLOCK_ROWS=block.rows,
+        BLOCK_COLS=block.cols,
+    )
     return dgate, dup

@@ -1,0 +1,22 @@
+"""The loss curve of a run."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+
+def draw_losses(result: dict[str, Any], path: Path) -> None:
+    """Training loss over steps, against what the tables of single bytes and of pairs leave."""
+    axes = Figure(figsize=(8, 4.5), layout="constrained").add_subplot()
+    losses = result["losses"]
+    axes.plot(range(1, len(losses) + 1), losses, color="tab:blue", label="training")
+    for name, colour in (("unigram", "tab:gray"), ("bigram", "tab:orange"), ("validation", "tab:red")):
+        if name in result:
+            axes.axhline(result[name], color=colour, linestyle="--", label=f"{name} {result[name]:.2f}")
+    axes.set(
+        xlabel="step", ylabel="loss, nats a byte", ylim=(0, None), title="GPT on Python's standard library"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.figure.savefig(path, dpi=120)

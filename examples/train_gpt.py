@@ -1,0 +1,203 @@
+"""Train a small GPT on the Python standard library's own sources, through all six lanes.
+
+    python examples/train_gpt.py                                    # CPU or one GPU
+    torchrun --nproc-per-node 2 examples/train_gpt.py               # FSDP2
+    torchrun --nproc-per-node 2 examples/train_gpt.py --ddp         # DDP
+    python examples/train_gpt.py --baseline                         # the same loop with plain PyTorch parts
+
+Run it again and it goes on where it stopped. Everything is written to --out: checkpoints, the loss
+curve, the lanes' timeline and result.json.
+"""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Iterable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import plain
+import torch
+import torch.distributed as dist
+from curve import draw_losses
+from gpt import GPT, plain_swiglu
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
+from text import Windows, entropies, inputs_and_targets, standard_library
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import overlapkit as ok
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train a small GPT on the Python standard library.")
+    parser.add_argument("--baseline", action="store_true", help="plain PyTorch parts")
+    parser.add_argument("--ddp", action="store_true", help="replicate instead of shard, under torchrun")
+    parser.add_argument("--tied", action="store_true", help="the head shares the embedding's weight")
+    parser.add_argument("--steps", type=int, default=300, help="length of the schedule (300)")
+    parser.add_argument("--stop-at", type=int, help="leave at this step, as if interrupted")
+    parser.add_argument("--batch", type=int, default=16, help="windows a step over all ranks (16)")
+    parser.add_argument("--window", type=int, default=256, help="bytes a window (256)")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--eval-batches", type=int, default=20, help="0 leaves the evaluation out")
+    parser.add_argument("--device", help="cpu or cuda; by default the GPU where there is one")
+    parser.add_argument("--out", type=Path, help="default runs/gpt, or runs/gpt-baseline")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """One training run."""
+    args = arguments()
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        train(args, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    """The loop, and the swaps."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    out = args.out or Path("runs/gpt-baseline" if args.baseline else "runs/gpt")
+    console = Console(quiet=rank > 0)
+    torch.manual_seed(args.seed)
+
+    text, held_out = standard_library()
+    unigram, bigram = entropies(held_out)
+    console.print(f"{len(text):,} bytes of Python to train on, {len(held_out):,} held out, of which")
+    console.print(f"a unigram table explains all but {unigram:.2f} nats a byte, a bigram table {bigram:.2f}")
+
+    def batches(text: Tensor) -> DataLoader:
+        windows: Dataset = Windows(text, args.window)
+        sampler = DistributedSampler(windows, world, rank, seed=args.seed, drop_last=True)
+        return DataLoader(windows, args.batch // world, sampler=sampler, drop_last=True)
+
+    swiglu = plain_swiglu if args.baseline else ok.kernels.swiglu
+    model: Any = GPT(256, args.width, args.layers, 4, args.window, args.tied, swiglu).to(device)
+
+    # Swap 1, input and transfer: batches are read and copied while the step before computes.
+    if args.baseline:
+        loader: Any = plain.Batches(batches(text), device, inputs_and_targets)
+    else:
+        loader = ok.DeviceLoader(batches(text), device, transform=inputs_and_targets)
+    # Swap 2, compute: fused kernels for the norms and the loss (and swiglu, above).
+    if not args.baseline:
+        ok.kernels.swap(model)
+    # Swap 3, communication: FSDP2 or DDP, tuned, with a name and a time for every collective.
+    if dist.is_initialized():
+        wrap = plain if args.baseline else ok
+        model = (
+            wrap.replicate(model) if args.ddp else wrap.shard(model, init_device_mesh(device.type, (world,)))
+        )
+    # Swap 4, the optimizer: clipping inside the step, state from the start.
+    settings: dict[str, Any] = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if args.baseline:
+        opt: Any = torch.optim.AdamW(model.parameters(), fused=True, **settings)
+    else:
+        opt = ok.AdamW(model.parameters(), max_norm=1.0, **settings)
+    # Swap 5, the checkpoint: written beside the steps that follow.
+    ckpt: Any = plain.Checkpointer(out, rank) if args.baseline else ok.Checkpointer(out, keep=2)
+
+    sched = torch.optim.lr_scheduler.LambdaLR(opt, partial(learning_rate, steps=args.steps))
+    publishers = {} if args.baseline else {"loader": loader, "checkpointer": ckpt}
+    meter = ok.StepMeter(model, opt, **publishers)
+    state = {"model": model, "optimizer": opt, "scheduler": sched, "loader": loader, "losses": []}
+    first = step = ckpt.restore(state)
+    console.print(f"going on after step {step}" if step else f"starting; everything goes to {out}")
+    last = min(args.steps, args.stop_at or args.steps)
+    unread: list[Tensor] = []
+
+    with Progress(
+        "step", MofNCompleteColumn(), BarColumn(), "{task.description}", console=console
+    ) as progress:
+        bar = progress.add_task("", total=args.steps, completed=step)
+        while step < last:
+            loader.set_epoch(step // len(loader))
+            for x, y in loader:
+                with meter.step(tokens=x.numel()):
+                    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                        loss = model(x, y)
+                    loss.backward()
+                    if args.baseline:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    opt.step()
+                    sched.step()
+                    opt.zero_grad(set_to_none=True)
+                step += 1
+                unread.append(loss.detach())
+                if (
+                    step % 10 == 0 or step % args.save_every == 0 or step == last
+                ):  # reading waits for the device
+                    state["losses"] = [*state["losses"], *mean_over_ranks(torch.stack(unread)).tolist()]
+                    unread.clear()
+                    progress.update(
+                        bar, completed=step, description=status(state["losses"][-1], meter, world)
+                    )
+                if step % args.save_every == 0 or step == last:
+                    ckpt.save(step, state)
+                if step == last:
+                    break
+    result: dict[str, Any] = {"world": world, "losses": state["losses"], "unigram": unigram, "bigram": bigram}
+    if step == args.steps and args.eval_batches:
+        model.eval()
+        with meter.pause(), torch.no_grad():
+            result["validation"] = evaluate(model, islice(batches(held_out), args.eval_batches), device)
+        console.print(f"validation loss {result['validation']:.3f} nats a byte")
+    ckpt.close()
+    meter.close()
+    if step == first:
+        console.print(f"there was nothing left to do: delete {out} to begin again, or raise --steps")
+    elif rank == 0:
+        report = meter.report()
+        print(report)
+        report.plot(out / "lanes.png")
+        draw_losses(result, out / "loss.png")
+        (out / "result.json").write_text(json.dumps({**result, "report": report.to_dict()}, indent=1))
+        print(f"see {out / 'loss.png'}, {out / 'lanes.png'} and {out / 'result.json'}")
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """A short warm-up, then a cosine down to a tenth; relative to --lr."""
+    return min((step + 1) / 20, 1.0) * (0.55 + 0.45 * math.cos(math.pi * min(step / steps, 1.0)))
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """The mean of each element over all ranks."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    return values
+
+
+def evaluate(model: torch.nn.Module, batches: Iterable[Tensor], device: torch.device) -> float:
+    """The mean loss over the batches of all ranks."""
+    losses = [model(*inputs_and_targets(windows.to(device))).float() for windows in batches]
+    return mean_over_ranks(torch.stack(losses).mean()).item()
+
+
+def status(loss: float, meter: ok.StepMeter, world: int) -> str:
+    """The progress bar's text."""
+    if meter.last is None:
+        return f"loss {loss:.3f}"
+    speed, exposed = world * (meter.last.tokens_per_s or 0), meter.last.exposed_share or 0
+    return f"loss {loss:.3f}  {speed:,.0f} tokens/s  exposed {exposed:.1%}"
+
+
+if __name__ == "__main__":
+    main()

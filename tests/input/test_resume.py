@@ -1,0 +1,387 @@
+"""Stopping and going on anywhere is as if nothing had happened: against a loop without a DeviceLoader."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from overlapkit.input import DeviceLoader
+from tests.input.sources import (
+    MAP_STYLE,
+    RESUMABLE,
+    Numbers,
+    Stream,
+    generator,
+    in_order,
+    node,
+    own_generator,
+    plain,
+    shuffled,
+    stateful_loader,
+)
+
+EPOCHS = 3
+
+
+def set_epoch(source: Any, epoch: int) -> None:
+    for holder in (source, getattr(source, "sampler", None), getattr(source, "batch_sampler", None)):
+        if hasattr(holder, "set_epoch"):
+            holder.set_epoch(epoch)
+            return
+
+
+def truth(source: Any) -> list[list[Any]]:
+    """A training loop over the bare source: each epoch's batches, with a random number drawn in each step."""
+    torch.manual_seed(11)
+    epochs = []
+    for epoch in range(EPOCHS):
+        set_epoch(source, epoch)
+        epochs.append([(plain(batch), torch.rand(1).item()) for batch in source])
+    return epochs
+
+
+class Run:
+    """The same loop over a DeviceLoader, one process's life: it stops after `stop` steps or at the end."""
+
+    def __init__(self, source: Any, depth: int) -> None:
+        self.loader = DeviceLoader(source, "cpu", depth=depth)
+
+    def steps(self, begin: int, stop: int | None) -> Iterator[tuple[int, Any]]:
+        done = 0
+        for epoch in range(begin, EPOCHS):
+            self.loader.set_epoch(epoch)
+            for batch in self.loader:
+                yield epoch, (plain(batch), torch.rand(1).item())
+                done += 1
+                if done == stop:
+                    return
+
+    def save(self) -> Any:
+        torch.get_rng_state()
+        return self.loader.state_dict(), torch.get_rng_state()
+
+    def load(self, saved: Any) -> None:
+        self.loader.load_state_dict(saved[0])
+        torch.set_rng_state(saved[1])
+
+
+def resumed_run(build: Callable[[], Any], depth: int, lives: list[int]) -> list[list[Any]]:
+    """Train through all epochs in several lives, each over a fresh source and with foreign random numbers."""
+    epochs: list[list[Any]] = [[] for _ in range(EPOCHS)]
+    per_epoch = len(list(build()))
+    saved, done = None, 0
+    for life, stop in enumerate([*lives, None]):
+        torch.manual_seed(100 + life if saved is not None else 11)
+        run = Run(build(), depth)
+        if saved is not None:
+            run.load(saved)
+        for epoch, step in run.steps(done // per_epoch, stop):
+            epochs[epoch].append(step)
+            done += 1
+        saved = run.save()
+    return epochs
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(RESUMABLE)),
+    n=st.integers(4, 23),
+    size=st.integers(1, 5),
+    depth=st.integers(1, 5),
+    lives=st.lists(st.integers(1, 20), max_size=4),
+)
+def test_any_stops_give_the_uninterrupted_order(
+    kind: str, n: int, size: int, depth: int, lives: list[int]
+) -> None:
+    size = min(size, n)
+    build = lambda: RESUMABLE[kind](n, size)  # noqa: E731
+    assert resumed_run(build, depth, lives) == truth(build())
+
+
+@pytest.mark.parametrize("kind", sorted(RESUMABLE))
+@pytest.mark.parametrize("lives", [[3], [1, 1], [6, 6], [2, 4, 1]], ids=str)
+def test_stops_within_an_epoch_twice_and_at_its_end(kind: str, lives: list[int]) -> None:
+    build = lambda: RESUMABLE[kind](12, 2)  # noqa: E731
+    assert resumed_run(build, 2, lives) == truth(build())
+
+
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "own generator", "distributed", "stateful loader", "stateful stream"]
+)
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str
+)
+def test_with_worker_processes(kind: str, options: dict[str, Any]) -> None:
+    build = lambda: RESUMABLE[kind](16, 2, **options)  # type: ignore[call-arg]  # noqa: E731
+    epochs = resumed_run(build, 2, [3, 7])
+    assert [[batch for batch, _ in epoch] for epoch in epochs] == [
+        [batch for batch, _ in epoch] for epoch in truth(build())
+    ]
+
+
+def test_a_loader_of_nodes() -> None:
+    def order(lives: list[int]) -> list[Any]:
+        taken: list[Any] = []
+        saved = None
+        for stop in [*lives, 10 - sum(lives)]:
+            loader = DeviceLoader(node(11, 2), "cpu", depth=3)
+            if saved is not None:
+                loader.load_state_dict(saved)
+            while stop:
+                for batch in loader:
+                    taken.append(plain(batch))
+                    stop -= 1
+                    if not stop:
+                        break
+            saved = loader.state_dict()
+        return taken
+
+    bare = node(11, 2)
+    assert order([]) == [plain(batch) for _ in range(2) for batch in bare]
+    assert order([2]) == order([]) == order([4, 4]) == order([5, 1])
+
+
+def test_skipped_samples_are_never_loaded() -> None:
+    source = shuffled(20, 2)
+    loader = DeviceLoader(source, "cpu", depth=1)
+    torch.manual_seed(0)
+    taken = [plain(batch) for _, batch in zip(range(7), loader, strict=False)]
+    state = loader.state_dict()
+    fresh = shuffled(20, 2)
+    loader = DeviceLoader(fresh, "cpu", depth=1)
+    loader.load_state_dict(state)
+    rest = [plain(batch) for batch in loader]
+    assert isinstance(fresh.dataset, Numbers)
+    assert fresh.dataset.loaded == [index for batch in rest for index in batch]
+    assert sorted(index for batch in taken + rest for index in batch) == list(range(20))
+
+
+def test_state_counts_what_was_taken_not_what_was_read_ahead() -> None:
+    loader = DeviceLoader(in_order(20, 2), "cpu", depth=5)
+    iterator = iter(loader)
+    assert loader.state_dict()["taken"] == 0
+    for count in (1, 2, 3):
+        next(iterator)
+        assert loader.state_dict()["taken"] == count
+    iterator.close()
+    assert loader.state_dict()["taken"] == 3
+
+
+def test_state_of_a_stateful_source_is_that_of_the_batch_handed_over() -> None:
+    """The reader is batches ahead of the consumer when the state is asked for."""
+    bare = stateful_loader(20, 2)
+    torch.manual_seed(1)
+    want = []
+    for _ in zip(range(4), bare, strict=False):
+        want.append(bare.state_dict())
+    loader = DeviceLoader(stateful_loader(20, 2), "cpu", depth=4)
+    torch.manual_seed(1)
+    got = [loader.state_dict()["mark"] for _ in zip(range(4), loader, strict=False)]
+    assert [s["_num_yielded"] for s in got] == [s["_num_yielded"] for s in want] == [1, 2, 3, 4]
+
+
+def test_state_before_anything_was_taken() -> None:
+    torch.manual_seed(3)
+    loader = DeviceLoader(own_generator(10, 2), "cpu")
+    state = loader.state_dict()
+    want = [plain(batch) for batch in loader]
+    other = DeviceLoader(own_generator(10, 2), "cpu")
+    list(other)
+    other.load_state_dict(state)
+    assert [plain(batch) for batch in other] == want
+
+
+def test_a_loaded_state_is_handed_on_until_a_batch_is_taken() -> None:
+    first = DeviceLoader(shuffled(10, 2), "cpu")
+    next(iter(first))
+    state = first.state_dict()
+    second = DeviceLoader(shuffled(10, 2), "cpu")
+    second.load_state_dict(state)
+    assert second.state_dict()["taken"] == 1
+    iter(second)
+    assert second.state_dict() is not None
+    assert second.state_dict()["mark"] == state["mark"]
+
+
+def test_only_the_next_pass_is_resumed() -> None:
+    loader = DeviceLoader(in_order(10, 2), "cpu")
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    assert len(list(loader)) == 4
+    assert len(list(loader)) == 5
+
+
+@pytest.mark.parametrize("kind", sorted(MAP_STYLE))
+def test_state_is_json_and_uint8_tensors(kind: str) -> None:
+    loader = DeviceLoader(MAP_STYLE[kind](12, 2), "cpu")
+    next(iter(loader))
+
+    def number(value: Any) -> Any:
+        assert isinstance(value, torch.Tensor)
+        assert value.dtype is torch.uint8
+        return value.tolist()
+
+    state = json.loads(json.dumps(loader.state_dict(), default=number))
+    loader.load_state_dict(state)  # lists do as well as tensors
+    assert len(list(loader)) == len(list(MAP_STYLE[kind](12, 2))) - 1
+
+
+def test_resuming_leaves_the_global_generator_alone() -> None:
+    loader = DeviceLoader(shuffled(10, 2), "cpu")
+    next(iter(loader))
+    other = DeviceLoader(shuffled(10, 2), "cpu")
+    other.load_state_dict(loader.state_dict())
+    before = torch.get_rng_state()
+    list(other)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_set_epoch_that_goes_unmentioned_is_resumed_too() -> None:
+    def build() -> DeviceLoader:
+        return DeviceLoader(MAP_STYLE["distributed"](12, 2), "cpu")
+
+    loader = build()
+    loader.set_epoch(5)
+    batches = [plain(batch) for batch in loader]
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    iterator.close()
+    other = build()
+    other.load_state_dict(state)
+    assert [plain(batch) for batch in other] == batches[1:]
+
+
+def test_another_epoch_than_the_state_s_starts_at_its_beginning_with_a_warning() -> None:
+    loader = DeviceLoader(MAP_STYLE["distributed"](12, 2), "cpu")
+    loader.set_epoch(1)
+    next(iter(loader))
+    other = DeviceLoader(MAP_STYLE["distributed"](12, 2), "cpu")
+    other.load_state_dict(loader.state_dict())
+    other.set_epoch(2)
+    with pytest.warns(UserWarning, match="stands after batch 1 of epoch 1, but epoch 2"):
+        got = [plain(batch) for batch in other]
+    loader.set_epoch(2)
+    assert got == [plain(batch) for batch in loader]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: in_order(12, 3),
+        lambda: in_order(11, 2, sampler=list(range(11))[::-1]),
+        lambda: in_order(4, 2),
+        lambda: own_generator(12, 2),
+    ],
+    ids=["batch size", "order", "fewer samples", "a generator"],
+)
+def test_another_order_than_the_one_that_was_left_is_refused(changed: Callable[[], Any]) -> None:
+    loader = DeviceLoader(in_order(12, 2), "cpu")
+    for _ in zip(range(3), loader, strict=False):
+        pass
+    other = DeviceLoader(changed(), "cpu")
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(RuntimeError, match=r"state (stands after batch 3|holds 0 generator)"):
+        iter(other)
+
+
+def test_a_sampler_that_draws_elsewhere_is_found_out() -> None:
+    import random
+
+    def build() -> DataLoader[int]:
+        return DataLoader(Numbers(50), batch_size=2, sampler=Elsewhere())
+
+    class Elsewhere:
+        def __iter__(self) -> Iterator[int]:
+            return iter(random.sample(range(50), 50))
+
+        def __len__(self) -> int:
+            return 50
+
+    loader = DeviceLoader(build(), "cpu")
+    next(iter(loader))
+    other = DeviceLoader(build(), "cpu")
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(RuntimeError, match="has other samples there"):
+        iter(other)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (DataLoader(Stream(6), batch_size=2), "IterableDataset"),
+        (Stream(6), "no state_dict"),
+        (lambda: iter(range(6)), "no state_dict"),
+        (in_order(6, 2, num_workers=1, in_order=False), "in_order=False"),
+    ],
+    ids=["iterable dataset", "iterable", "function", "out of order"],
+)
+def test_a_source_without_a_state_is_taken_up_between_epochs_only(source: Any, why: str) -> None:
+    loader = DeviceLoader(source, "cpu")
+    whole = sorted(map(str, (plain(batch) for batch in loader)))
+    between = loader.state_dict()
+    next(iter(loader))
+    with pytest.raises(ValueError, match=why):
+        DeviceLoader(source, "cpu").load_state_dict(loader.state_dict())
+    other = DeviceLoader(source, "cpu")
+    other.load_state_dict(between)
+    assert sorted(map(str, (plain(batch) for batch in other))) == whole
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "match"),
+    [
+        (3, TypeError, "state is a int"),
+        ({}, ValueError, "format None"),
+        ({"format": 99}, ValueError, "format 99"),
+        ({"format": 1, "source": "map"}, ValueError, "'map', this one is 'list'"),
+        (
+            {"format": 1, "source": "list", "taken": 9, "epoch": None, "order": None, "mark": None},
+            ValueError,
+            "9 b",
+        ),
+        (
+            {"format": 1, "source": "list", "taken": -1, "epoch": None, "order": None, "mark": None},
+            ValueError,
+            "-1",
+        ),
+        ({"format": 1, "source": "list", "taken": 1}, ValueError, "lacks epoch, mark, order"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(state: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        DeviceLoader([1, 2], "cpu").load_state_dict(state)
+
+
+def test_an_early_break_leaves_a_shared_generator_where_it_always_does() -> None:
+    """How far the reader came ahead is chance; the next epoch's order must not depend on it."""
+
+    def orders(delay: float, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        from overlapkit.lane import Lane
+
+        monkeypatch.setattr(Lane, "delay_s", delay)
+        loader = DeviceLoader(MAP_STYLE["with replacement"](300, 4), "cpu", depth=9)
+        for _ in zip(range(2), loader, strict=False):
+            pass
+        first = [plain(batch) for _, batch in zip(range(4), loader, strict=False)]
+        return [first, next(plain(batch) for batch in loader)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        fast, slow = orders(0.0, patch), orders(0.01, patch)
+    assert fast == slow
+
+
+def test_a_device_loader_of_a_device_loader() -> None:
+    torch.manual_seed(2)
+    want = [plain(batch) for batch in in_order(12, 2)]
+    loader = DeviceLoader(DeviceLoader(in_order(12, 2), "cpu", depth=3), "cpu", depth=2)
+    taken = [plain(batch) for _, batch in zip(range(2), loader, strict=False)]
+    other = DeviceLoader(DeviceLoader(in_order(12, 2), "cpu", depth=3), "cpu", depth=2)
+    other.load_state_dict(loader.state_dict())
+    assert taken + [plain(batch) for batch in other] == want
+    assert generator().initial_seed() == 5
