@@ -102,7 +102,7 @@ class PinnedRing:
         if buffer._busy is not None:
             _settle(buffer._busy)
             buffer._busy = None
-        if buffer.nbytes < nbytes:
+        if buffer._memory is None or buffer.nbytes < nbytes:
             buffer._memory = None  # freed first: growing must not hold both
             buffer._memory = _map_pages(_round_to_pages(nbytes), self._pin)
         return self._free.popleft()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from overlapkit.checkpoint import Checkpointer, MismatchError
+from overlapkit.checkpoint.disk import Disk
 from overlapkit.lane import Lane
 from tests.checkpoint.loop import assert_same, build, build_model, snapshot, train_step
 
@@ -98,6 +99,29 @@ def test_a_parameter_changed_by_hand_fails_that_save_only(tmp_path, monkeypatch)
             state["model"][3].weight.mul_(2)  # allowed from here on
         save.wait()
         assert checkpointer.steps() == [2]
+
+
+def test_parameters_may_be_changed_as_soon_as_they_are_staged(tmp_path, monkeypatch):
+    """Even when the writer is still busy with an earlier save and has not looked at this one."""
+    go_on = threading.Event()
+
+    class Slow(Disk):
+        def create(self, path):
+            go_on.wait(30)
+            return super().create(path)
+
+    monkeypatch.setattr(Checkpointer, "_disk", Slow())
+    state = build()
+    with Checkpointer(tmp_path, in_flight=2) as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        at_save = snapshot(state)
+        checkpointer.save(2, state).staged.wait()
+        with torch.no_grad():
+            state["model"][3].weight.mul_(2)
+        go_on.set()
+        checkpointer.wait()
+        checkpointer.restore(state)
+    assert_same(snapshot(state), at_save)
 
 
 def test_a_failed_copy_fails_the_save_and_not_the_step(tmp_path, monkeypatch):

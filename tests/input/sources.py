@@ -55,6 +55,9 @@ class StatefulStream(Stream):
         if not self.resumed:
             self.live["at"] = 0
         self.resumed = False
+        return self._rest()
+
+    def _rest(self) -> Iterator[int]:
         while self.live["at"] < self.n:
             self.live["at"] += 1
             yield self.live["at"] - 1

@@ -6,6 +6,11 @@ import torch
 from tests.interpreter import interpreter
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def interpreted() -> Iterator[None]:
     """Kernels run in Triton's interpreter, and fresh memory holds NaN, so that what is not written shows."""

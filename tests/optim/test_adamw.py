@@ -9,6 +9,7 @@ from torch import nn
 
 import overlapkit as ok
 from overlapkit.optim import clip_by_global_norm_, global_norm
+from tests.cuda_fake import fake_cuda, module_on_device, on_device
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -292,3 +293,22 @@ def test_cuda_is_bitwise_torch_without_a_sync() -> None:
             torch.cuda.set_sync_debug_mode("default")
     pairs = itertools.starmap(torch.equal, zip(nets[0].parameters(), nets[1].parameters(), strict=True))
     assert all(pairs)
+
+
+def test_scheduling_on_a_gpu_waits_for_nothing() -> None:
+    net = model()
+    with fake_cuda() as machine:
+        there = module_on_device(model())
+        a = ok.AdamW(there.parameters(), max_norm=0.5)
+        b = ok.AdamW(net.parameters(), max_norm=0.5)
+        for step in range(3):
+            gradients(net, step)
+            for p, q in zip(net.parameters(), there.parameters(), strict=True):
+                q.grad = on_device(p.grad.clone())
+            a.step()
+            b.step()
+        assert machine.syncs == 0
+        assert machine.faults == []
+        assert a.grad_norm.is_cuda
+        for p, q in zip(net.parameters(), there.parameters(), strict=True):
+            torch.testing.assert_close(p.detach(), q.detach().raw)

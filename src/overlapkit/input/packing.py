@@ -81,6 +81,7 @@ class Packing:
         for extents in storages.values():
             for group in _overlapping(extents):
                 self._add(group)
+        self.nbytes = self.nbytes or ALIGNMENT  # tensors without elements stand somewhere too
 
     def fill(self, packed: torch.Tensor) -> None:
         """Copy the tensors in. `packed` is uint8 of shape (nbytes,), on the host."""

@@ -1,0 +1,73 @@
+"""The checkpointer's staging on a GPU, under the recorder: late copies, optimizer steps, reused buffers."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overlapkit as ok
+from overlapkit.checkpoint import layout
+from overlapkit.checkpoint.stage import Stager
+from tests.cuda_fake import FakeCuda, fake_cuda, module_on_device, on_device
+
+
+@pytest.fixture
+def _any_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_check_tensor", lambda path, tensor: None)  # the fake's are a subclass
+
+
+def train(machine: FakeCuda, directory: Path, stage: Any, in_flight: int = 1) -> None:
+    torch.manual_seed(0)
+    machine.latency_s = 0.02  # the writer's wait must not stand in for the optimizer's
+    net = module_on_device(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+    loose = on_device(torch.zeros(7))
+    opt = ok.AdamW(net.parameters(), lr=0.1, max_norm=1.0)
+    at_save: dict[int, list[torch.Tensor]] = {}
+    with ok.Checkpointer(directory, stage=stage, in_flight=in_flight) as ckpt:
+        for step in range(5):
+            net(on_device(torch.randn(4, 3))).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            loose.add_(1)
+            at_save[step] = [p.detach().raw.clone() for p in net.parameters()] + [loose.raw.clone()]
+            ckpt.save(step, {"net": net, "opt": opt, "loose": loose})
+        ckpt.wait()
+    for step, expected in at_save.items():
+        there = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        state = {"net": there, "loose": torch.zeros(7)}
+        with ok.Checkpointer(directory) as ckpt:
+            ckpt.restore(state, step, only=("net", "loose"))
+        found = [*there.parameters(), state["loose"]]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), step
+
+
+@pytest.mark.usefixtures("_any_tensor")
+@pytest.mark.parametrize("stage", ["late", "now"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_every_order_holds(tmp_path: Path, stage: str, in_flight: int) -> None:
+    with fake_cuda() as machine:
+        train(machine, tmp_path, stage, in_flight)
+        gc.collect()
+        assert machine.faults == []
+
+
+@pytest.mark.usefixtures("_any_tensor")
+def test_the_recorder_sees_an_optimizer_that_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stager, "_order", lambda stager, staging: None)
+    with fake_cuda() as machine:
+        train(machine, tmp_path, "late")
+        assert any("written" in fault for fault in machine.faults)
+
+
+@pytest.mark.usefixtures("_any_tensor")
+def test_state_leaves_the_device_page_locked_and_without_blocking(tmp_path: Path) -> None:
+    with fake_cuda() as machine:
+        train(machine, tmp_path, "late")
+        assert machine.copies
+        assert all(non_blocking for _, non_blocking in machine.copies)
+        assert all(nbytes for nbytes, _ in machine.copies)

@@ -1,0 +1,107 @@
+"""DeviceLoader's scheduling on a GPU, under the recorder: no value and no order may be wrong."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import overlapkit as ok
+from overlapkit.lane import Lane, Ticket
+from overlapkit.pinned import PinnedBuffer
+from tests.cuda_fake import FakeCuda, fake_cuda
+
+
+def batches() -> list[dict[str, Any]]:
+    return [
+        {"x": torch.full((4, 3), float(i)), "y": [torch.tensor([i, i])], "name": str(i)} for i in range(9)
+    ]
+
+
+def double(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "x": batch["x"] * 2}
+
+
+def consume(machine: FakeCuda, *, depth: int, transform: Any = None, stop: int | None = None) -> None:
+    """Three epochs, each batch used on the consumer's stream."""
+    factor = 1 if transform is None else 2
+    loader = ok.DeviceLoader(batches(), "cuda", depth=depth, transform=transform)
+    for _ in range(3):
+        for index, batch in enumerate(loader):
+            assert batch["x"].is_cuda
+            assert batch["name"] == str(index)
+            total = batch["x"].sum() + batch["y"][0].sum()
+            assert total.raw.item() == 12 * index * factor + 2 * index
+            if index == stop:
+                break
+    del batch, total
+    loader.close()
+    gc.collect()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("transform", [None, double], ids=["plain", "transform"])
+@pytest.mark.parametrize("stop", [None, 0, 4])
+def test_every_order_holds(depth: int, transform: Any, stop: int | None) -> None:
+    with fake_cuda() as machine:
+        consume(machine, depth=depth, transform=transform, stop=stop)
+        assert machine.faults == []
+
+
+def test_one_copy_a_batch_from_page_locked_memory_within_the_bound() -> None:
+    with fake_cuda() as machine:
+        loader = ok.DeviceLoader(batches(), "cuda", depth=2)
+        list(loader)
+        assert machine.copies == [(1024, True)] * 9  # 48 and 16 bytes, each from a multiple of 512
+        assert 0 < sum(machine.pinned.values()) <= 3 * 4096
+        loader.close()
+        gc.collect()
+        assert not machine.pinned
+
+
+def test_the_consumer_may_iterate_on_a_stream_of_its_own() -> None:
+    with fake_cuda() as machine:
+        mine = torch.cuda.Stream()
+        loader = ok.DeviceLoader(batches(), "cuda")
+        with torch.cuda.stream(mine):
+            for index, batch in enumerate(loader):
+                assert batch["x"].sum().raw.item() == 12 * index
+        del batch
+        loader.close()
+        gc.collect()
+        assert machine.faults == []
+
+
+def without_order(ticket: Ticket) -> Any:
+    return ticket._result(None)
+
+
+def faults_with(target: type, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(target, name, broken)
+    with fake_cuda() as machine:
+        consume(machine, depth=2, transform=double, stop=4)
+        return machine.faults
+
+
+def test_the_recorder_sees_a_consumer_that_is_not_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert faults_with(Ticket, "order", without_order, monkeypatch)
+
+
+def test_the_recorder_sees_a_host_buffer_that_is_given_back_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_back = PinnedBuffer.give_back
+    assert faults_with(PinnedBuffer, "give_back", lambda buffer, after=None: give_back(buffer), monkeypatch)
+
+
+def test_the_recorder_sees_a_copy_that_does_not_wait_for_its_destination(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submit = Lane._run_on_stream
+
+    def without_wait(lane: Lane, *args: Any) -> None:
+        lane._stream = lane._stream or torch.cuda.Stream(lane.device)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(lane._stream), "wait_stream", lambda self, other: None)
+            submit(lane, *args)
+
+    assert faults_with(Lane, "_run_on_stream", without_wait, monkeypatch)

@@ -1,0 +1,294 @@
+"""Batches on their way to a GPU: on a machine whose side stream is late, and on a real one."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from overlapkit.input import DeviceLoader
+from overlapkit.lane import Lane
+from tests.input.late import Machine
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    made = Machine()
+    with pytest.MonkeyPatch.context() as patch:
+        made.install(patch)
+        yield made
+        gc.collect()
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def batch(k: int) -> dict[str, Any]:
+    x = torch.arange(6.0).view(2, 3) + 10 * k
+    return {"x": x, "row": x[1], "pair": Pair(torch.tensor(k), ["id", k]), "n": np.full(2, k), "none": None}
+
+
+def look(got: dict[str, Any]) -> tuple[Any, ...]:
+    return got["x"].tolist(), got["row"].tolist(), got["pair"].x.item(), got["pair"].y
+
+
+def batches(n: int = 12) -> list[Any]:
+    return [batch(k) for k in range(n)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_every_value_arrives_though_the_side_stream_is_late(machine: Machine, depth: int) -> None:
+    loader = DeviceLoader(batches(), "cuda", depth=depth, pin=False)
+    for _ in range(2):
+        assert [look(got) for got in loader] == [look(batch(k)) for k in range(12)]
+    assert machine.late_work() == 0
+
+
+def test_batches_stay_right_after_the_next_ones_were_read(machine: Machine) -> None:
+    """Neither the host's buffers nor the device's memory are used again for a batch that is still held."""
+    held = list(DeviceLoader(batches(), "cuda", depth=1, pin=False))
+    assert [look(got) for got in held] == [look(batch(k)) for k in range(12)]
+
+
+def test_one_allocation_and_one_copy_a_batch(machine: Machine) -> None:
+    list(DeviceLoader(batches(5), "cuda", pin=False))
+    assert len(machine.copies) == 5
+    assert machine.blocks == machine.copies == [1024] * 5
+
+
+def test_types_identity_and_shared_memory_survive(machine: Machine) -> None:
+    source = [batch(0)]
+    source[0]["again"] = source[0]["x"]
+    (got,) = DeviceLoader(source, "cuda", pin=False)
+    assert type(got) is dict
+    assert type(got["pair"]) is Pair
+    assert got["again"] is got["x"]
+    assert got["n"] is source[0]["n"]
+    got["x"][1, 0] = -1
+    assert got["row"][0] == -1
+    assert source[0]["row"][0] == 3
+
+
+def test_streams_and_host_memory_are_made_once(machine: Machine) -> None:
+    loader = DeviceLoader(batches(), "cuda", depth=2, pin=False)
+    list(loader)
+    made = len(machine.streams)
+    (mover,) = loader._idle
+    assert mover.nbytes == 3 * 4096
+    for _ in range(5):
+        for _ in zip(range(3), loader, strict=False):
+            pass
+    assert len(machine.streams) == made
+    assert loader._idle == [mover]
+
+
+def test_two_passes_at_once_have_a_ring_each(machine: Machine) -> None:
+    loader = DeviceLoader(batches(), "cuda", pin=False)
+    got = [(look(a), look(b)) for a, b in zip(loader, loader, strict=True)]
+    assert got == [(look(batch(k)), look(batch(k))) for k in range(12)]
+
+
+def test_what_was_read_ahead_is_waited_for_when_it_is_dropped(machine: Machine) -> None:
+    loader = DeviceLoader(batches(), "cuda", depth=4, pin=False)
+    iterator = iter(loader)
+    next(iterator)
+    while len(machine.copies) < 5:  # the reader has come to the end of what it may read ahead
+        pass
+    assert machine.late_work() > 0
+    iterator.close()
+    assert machine.late_work() == 0
+
+
+def test_a_consumer_on_another_stream_waits_too(machine: Machine) -> None:
+    loader = DeviceLoader(batches(4), "cuda", pin=False)
+    iterator = iter(loader)
+    other = machine.new_stream()
+    other.late = False
+    got = [look(next(iterator))]
+    with machine.entered(other):  # type: ignore[arg-type]
+        got += [look(next(iterator)) for _ in range(3)]
+    iterator.close()
+    assert got == [look(batch(k)) for k in range(4)]
+    assert machine.default in other.waits  # what was allocated for the first is used by the second
+    assert other in machine.default.waits  # and may be freed to the first
+
+
+def test_copies_wait_for_what_the_consumer_had_queued(machine: Machine) -> None:
+    """The destination may be memory that the consumer's kernels were still reading when it was freed."""
+    loader = DeviceLoader(batches(3), "cuda", pin=False)
+    list(loader)
+    (mover,) = loader._idle
+    assert mover._lane._stream.waits == [machine.default] * 3  # type: ignore[union-attr]
+
+
+def test_the_transform_sees_the_copied_batch_on_the_side_stream(machine: Machine) -> None:
+    seen = []
+
+    def transform(got: dict[str, Any]) -> Any:
+        stream = machine.current()
+        seen.append(stream)
+        made = torch.zeros(2, 3)
+        stream.do(lambda: made.add_(got["x"]).mul_(2))
+        return made
+
+    loader = DeviceLoader(batches(6), "cuda", pin=False, transform=transform)
+    assert [got.tolist() for got in loader] == [(batch(k)["x"] * 2).tolist() for k in range(6)]
+    assert len(set(seen)) == 1
+    assert seen[0] is not machine.default
+
+
+def test_an_error_of_the_transform_comes_with_its_batch(machine: Machine) -> None:
+    def transform(got: dict[str, Any]) -> Any:
+        if got["pair"].y[1] == 2:
+            raise ZeroDivisionError("third")
+        return got
+
+    iterator = iter(DeviceLoader(batches(), "cuda", pin=False, depth=3, transform=transform))
+    next(iterator)
+    next(iterator)
+    with pytest.raises(ZeroDivisionError, match="third") as caught:
+        next(iterator)
+    assert "transform" in [entry.name for entry in caught.traceback]
+    assert machine.late_work() == 0
+    assert list(iterator) == []
+
+
+def test_a_batch_that_cannot_be_moved_gives_its_buffer_back(machine: Machine) -> None:
+    class Broken(dict):  # type: ignore[type-arg]
+        def __copy__(self) -> Any:
+            raise OSError("no copy")
+
+    source = [Broken(x=torch.zeros(2))]
+    loader = DeviceLoader(source, "cuda", depth=1, pin=False)
+    for _ in range(4):  # more often than there are buffers
+        with pytest.raises(TypeError, match="Broken"):
+            list(loader)
+
+
+class Moving:
+    """Moves itself, as torch_geometric's Data does."""
+
+    def __init__(self, where: str = "cpu") -> None:
+        self.where = where
+
+    def pin_memory(self) -> "Moving":
+        return Moving("pinned")
+
+    def to(self, device: Any, non_blocking: bool = False) -> "Moving":
+        return Moving(f"{self.where} to {device}, non_blocking={non_blocking}")
+
+
+class MovingPlainly(Moving):
+    def to(self, device: Any) -> Moving:  # type: ignore[override]
+        return Moving(f"{self.where} to {device}")
+
+
+def test_objects_that_move_themselves_do(machine: Machine) -> None:
+    (got,) = DeviceLoader([[Moving(), MovingPlainly(), torch.ones(1)]], "cuda", pin=False)
+    assert [part.where for part in got[:2]] == ["cpu to cuda:0, non_blocking=True", "cpu to cuda:0"]
+
+
+def test_batches_without_tensors_need_no_copy(machine: Machine) -> None:
+    assert list(DeviceLoader(["a", None, [], {"b": 1}], "cuda", pin=False)) == ["a", None, [], {"b": 1}]
+    assert machine.copies == []
+
+
+def test_batches_of_growing_and_empty_size(machine: Machine) -> None:
+    source = [torch.arange(n) for n in (0, 1, 5000, 3, 0, 9000)]
+    loader = DeviceLoader(source, "cuda", depth=1, pin=False)
+    for got, want in zip(loader, source, strict=True):
+        assert got.tolist() == want.tolist()
+    (mover,) = loader._idle
+    assert mover.nbytes <= 2 * 4096 * 18
+
+
+def test_spans_of_both_lanes(machine: Machine) -> None:
+    loader = DeviceLoader(batches(3), "cuda", pin=False, transform=lambda got: got)
+    list(loader)
+    spans = loader.timings()
+    names = [(span.lane, span.name, span.exposed, span.bytes) for span in spans]
+    for name, count, exposed, nbytes in [
+        ("pack", 3, False, 1024),
+        ("copy pageable", 3, False, 1024),
+        ("transform", 3, False, None),
+        ("wait", 3, True, None),
+    ]:
+        assert names.count(("transfer", name, exposed, nbytes)) == count
+    assert names.count(("input", "wait", True, None)) == 4  # the end is waited for too
+    assert names.count(("input", "source", False, None)) == 4
+    assert {span.name for span in spans if span.device} == {"copy pageable", "transform", "wait"}
+    assert loader.timings() == []
+
+
+def test_delays_at_every_hand_over_change_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None, raising=False)
+    monkeypatch.setattr(Lane, "delay_s", 0.004)
+    loader = DeviceLoader(batches(), "cuda", depth=2, pin=False)
+    assert [look(got) for got in loader] == [look(batch(k)) for k in range(12)]
+
+
+def gpu_test(test: Any) -> Any:
+    absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(absent(test))
+
+
+@gpu_test
+@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_gpu_values_under_load(pin: bool, depth: int) -> None:
+    """Long kernels hold the consumer's stream back while later batches are copied."""
+    loader = DeviceLoader([torch.full((1 << 20,), float(k)) for k in range(40)], "cuda", depth=depth, pin=pin)
+    weight = torch.randn(2048, 2048, device="cuda")
+    sums = []
+    for got in loader:
+        assert got.device.type == "cuda"
+        for _ in range(4):
+            weight = torch.tanh(weight @ weight)
+        sums.append((got.double().sum(), got.min(), got.max()))
+        del got
+    for k, (total, low, high) in enumerate(sums):
+        assert (total.item(), low.item(), high.item()) == (k * (1 << 20), k, k)
+
+
+@gpu_test
+def test_gpu_transform_outputs_are_not_reused_too_early() -> None:
+    loader = DeviceLoader(
+        [torch.full((1 << 20,), float(k)) for k in range(40)], "cuda", transform=lambda got: got * 2
+    )
+    weight = torch.randn(2048, 2048, device="cuda")
+    sums = []
+    for got in loader:
+        weight = torch.tanh(weight @ weight)
+        sums.append(got.double().sum())
+        del got
+    assert [total.item() for total in sums] == [2 * k * (1 << 20) for k in range(40)]
+
+
+@gpu_test
+def test_gpu_kinds_of_tensors() -> None:
+    source = {
+        "sparse": torch.eye(4).to_sparse(),
+        "channels last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "conj": torch.tensor([1 + 1j]).conj(),
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "empty": torch.empty(0, 2),
+    }
+    (got,) = DeviceLoader([source], "cuda")
+    for name, tensor in got.items():
+        assert tensor.device.type == "cuda"
+        assert torch.equal(tensor.cpu().to_dense(), source[name].to_dense())
+    assert got["channels last"].is_contiguous(memory_format=torch.channels_last)
+
+
+@gpu_test
+def test_gpu_copy_spans_have_bytes_and_lengths() -> None:
+    loader = DeviceLoader([torch.zeros(1 << 22) for _ in range(4)], "cuda")
+    list(loader)
+    torch.cuda.synchronize()
+    copies = [span for span in loader.timings() if span.name == "copy"]
+    assert [span.bytes for span in copies] == [1 << 24] * 4
+    assert all(span.end > span.start for span in copies)

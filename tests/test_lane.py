@@ -1,0 +1,293 @@
+"""Lane and Ticket: order, errors, ends and forks, on all three kinds."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from overlapkit.lane import Lane, Ticket
+from overlapkit.span import SpanLog
+from tests.cuda_fake import CUDA, fake_cuda
+
+HOST_KINDS = ("thread", "inline")
+
+
+class Odd(Exception):
+    """An error with arguments of its own."""
+
+    def __init__(self, number: int, words: str) -> None:
+        super().__init__(f"{words} {number}")
+        self.number, self.words = number, words
+
+
+def fail() -> None:
+    raise Odd(7, "seven")
+
+
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("overlapkit-")]
+
+
+@pytest.mark.parametrize("kind", HOST_KINDS)
+def test_work_runs_in_order_and_returns_its_value(kind: str) -> None:
+    seen: list[int] = []
+    with Lane("x", kind=kind) as lane:
+        lane.delay_s = 0.002
+        tickets = [lane.submit(lambda i=i: seen.append(i) or i * i) for i in range(20)]
+        assert [ticket.wait() for ticket in tickets] == [i * i for i in range(20)]
+        assert all(ticket.done() for ticket in tickets)
+    assert seen == list(range(20))
+
+
+def test_a_thread_lane_is_beside_the_caller_and_keeps_order_with_it_only_through_tickets() -> None:
+    gate = threading.Event()
+    with Lane("x") as lane:
+        ticket = lane.submit(gate.wait)
+        assert not ticket.done()
+        with pytest.raises(TimeoutError, match=r"lane 'x'.*0.01 s"):
+            ticket.wait(0.01)
+        gate.set()
+        assert ticket.order() is True
+
+
+@pytest.mark.parametrize("kind", HOST_KINDS)
+def test_errors_reach_the_caller_whole_and_do_not_end_the_lane(kind: str) -> None:
+    with Lane("x", kind=kind) as lane:
+        ticket = lane.submit(fail)
+        for ask in (ticket.wait, ticket.order):
+            with pytest.raises(Odd) as caught:
+                ask()
+            assert (caught.value.number, caught.value.words) == (7, "seven")
+            assert "fail" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert lane.submit(lambda: 3).wait() == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopIteration, TimeoutError])
+def test_errors_of_every_kind_belong_to_the_ticket(error: type[BaseException]) -> None:
+    def work() -> None:
+        raise error("mine")
+
+    with Lane("x") as lane:
+        ticket = lane.submit(work)
+        with pytest.raises(error, match="mine"):
+            ticket.wait(5)
+        assert lane.submit(lambda: 1).wait() == 1
+
+
+def test_close_raises_what_nobody_asked_for_once() -> None:
+    lane = Lane("x")
+    seen = lane.submit(fail)
+    with pytest.raises(Odd):
+        seen.wait()
+    lane.submit(fail)
+    with pytest.raises(Odd):
+        lane.close()
+    lane.close()
+    with pytest.raises(RuntimeError, match="lane 'x' is closed"):
+        lane.submit(fail)
+
+
+def test_an_error_of_the_body_comes_before_one_of_the_lane() -> None:
+    def body() -> None:
+        with Lane("x") as lane:
+            lane.submit(fail)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        body()
+    assert "seven" in caught.value.__notes__[0]
+
+
+def test_close_finishes_everything_and_joins() -> None:
+    done: list[int] = []
+    lane = Lane("x")
+    lane.delay_s = 0.002
+    for i in range(10):
+        lane.submit(lambda i=i: done.append(i))
+    lane.close()
+    assert done == list(range(10))
+    assert not names()
+
+
+def test_close_says_so_when_the_work_does_not_end() -> None:
+    gate = threading.Event()
+    lane = Lane("slow")
+    lane.submit(gate.wait)
+    with pytest.raises(TimeoutError, match="lane 'slow': still busy 0.01 s"):
+        lane.close(timeout=0.01)
+    gate.set()
+    lane.close()
+
+
+def test_no_thread_before_the_first_submit_nor_after_being_dropped() -> None:
+    lane = Lane("x")
+    assert not names()
+    ticket = lane.submit(lambda: torch.get_num_threads())
+    assert ticket.wait() == 1
+    assert names() == ["overlapkit-x"]
+    del lane
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while names() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not names()
+
+
+def test_an_idle_lane_keeps_nothing_alive() -> None:
+    class Payload:
+        pass
+
+    with Lane("x") as lane:
+        payload = Payload()
+        lane.submit(lambda p=payload: None).wait()
+        deleted = threading.Event()
+        weakref.finalize(payload, deleted.set)
+        del payload
+        assert deleted.wait(5)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_makes_its_own_lane() -> None:
+    lane = Lane("x")
+    gate = threading.Event()
+    ticket = lane.submit(gate.wait)
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - the child
+        code = 1
+        try:
+            try:
+                ticket.wait(5)
+            except RuntimeError as error:
+                if "before the fork" in str(error) and lane.submit(lambda: 5).wait(5) == 5:
+                    lane.close(5)
+                    code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    gate.set()
+    assert ticket.wait(5) is True
+    lane.close()
+
+
+def test_a_lane_that_nobody_closes_is_finished_at_exit() -> None:
+    program = """
+import time
+from overlapkit.lane import Lane
+lane = Lane("x")
+lane.submit(lambda: (time.sleep(0.3), print("finished", flush=True)))
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert out.stdout == "finished\n"
+    assert out.stderr == ""
+
+
+def test_bad_kinds() -> None:
+    with pytest.raises(ValueError, match="kind='fast'"):
+        Lane("x", kind="fast")
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        Lane("x", torch.device("cpu"), kind="cuda")
+
+
+@pytest.mark.parametrize("kind", HOST_KINDS)
+def test_named_work_leaves_a_span(kind: str) -> None:
+    log = SpanLog()
+    with Lane("transfer", kind=kind, log=log) as lane:
+        lane.submit(lambda: None)
+        lane.submit(lambda: None, name="copy", bytes=12).wait()
+    (span,) = log.take()
+    assert (span.lane, span.name, span.bytes, span.exposed, span.device) == (
+        "transfer",
+        "copy",
+        12,
+        False,
+        False,
+    )
+
+
+# On a CUDA lane, with the recorder in place of the device.
+
+
+def add_one_beside(order: Callable[[Ticket], None]) -> list[str]:
+    with fake_cuda() as machine:
+        x = torch.zeros(4, device=CUDA)
+        lane = Lane("x", CUDA)
+        ticket = lane.submit(lambda: x.add_(1))
+        order(ticket)
+        assert x.mul(2).sum().raw.item() == 8
+        assert not machine.syncs
+        lane.close()
+        return machine.faults
+
+
+def test_a_cuda_lane_runs_after_the_caller_and_order_makes_the_caller_run_after_it() -> None:
+    assert add_one_beside(lambda ticket: ticket.order()) == []
+
+
+def test_without_order_the_recorder_finds_the_race() -> None:
+    assert any("read" in fault for fault in add_one_beside(lambda ticket: None))
+
+
+def test_wait_waits_for_the_device_and_done_asks_it() -> None:
+    with fake_cuda() as machine:
+        lane = Lane("x", CUDA)
+        ticket = lane.submit(lambda: 5)
+        assert not ticket.done()
+        assert machine.syncs == 0
+        assert ticket.wait() == 5
+        assert machine.syncs == 1
+        assert ticket.done()
+        lane.close()
+
+
+def test_one_stream_for_the_life_of_a_cuda_lane_and_errors_whole() -> None:
+    with fake_cuda() as machine:
+        lane = Lane("x", CUDA)
+        streams = {lane.submit(lambda: torch.cuda.current_stream()).wait().name for _ in range(5)}
+        assert len(streams) == 1
+        assert streams != {machine.default.name}
+        assert torch.cuda.current_stream() is machine.default
+        with pytest.raises(Odd, match="seven 7"):
+            lane.submit(fail).order()
+        lane.submit(fail)
+        with pytest.raises(Odd):
+            lane.close()
+
+
+def test_a_cuda_span_is_resolved_later_and_never_waits() -> None:
+    with fake_cuda() as machine:
+        log = SpanLog()
+        lane = Lane("transfer", CUDA, log=log)
+        before = time.perf_counter_ns()
+        lane.submit(lambda: time.sleep(0.002), name="copy", bytes=3)
+        assert log.take() == []  # the device has not got there
+        spans = [span for _ in range(8) for span in log.take()]
+        assert machine.syncs == 0
+        (span,) = spans
+        assert (span.lane, span.name, span.bytes, span.device) == ("transfer", "copy", 3, True)
+        assert span.end - span.start >= 2_000_000
+        assert before - 1_000_000 <= span.start <= time.perf_counter_ns()
+        lane.close()
+
+
+@pytest.mark.gpu
+def test_a_real_cuda_lane_orders_both_ways() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with Lane("x", device) as lane:
+        for _ in range(20):
+            x = torch.zeros(1 << 20, device=device)
+            torch.cuda._sleep(2_000_000)
+            x.fill_(1)
+            ticket = lane.submit(lambda x=x: (torch.cuda._sleep(2_000_000), x.mul_(3)))
+            ticket.order()
+            y = x + 1
+            assert bool((y == 4).all())
