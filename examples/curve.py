@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 
 def draw_losses(result: dict[str, Any], path: Path) -> None:
     """Training loss over steps, against what the tables of single bytes and of pairs leave."""
+    from matplotlib.figure import Figure  # optional: without the extra `viz` there are no pictures
+
     axes = Figure(figsize=(8, 4.5), layout="constrained").add_subplot()
     losses = result["losses"]
     axes.plot(range(1, len(losses) + 1), losses, color="tab:blue", label="training")

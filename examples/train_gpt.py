@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Iterable
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,9 @@ def main() -> None:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        train(args, device)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    train(args, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
@@ -101,10 +100,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         ok.kernels.swap(model)
     # Swap 3, communication: FSDP2 or DDP, tuned, with a name and a time for every collective.
     if dist.is_initialized():
-        wrap = plain if args.baseline else ok
-        model = (
-            wrap.replicate(model) if args.ddp else wrap.shard(model, init_device_mesh(device.type, (world,)))
-        )
+        wrap, mesh = plain if args.baseline else ok, init_device_mesh(device.type, (world,))
+        model = wrap.replicate(model) if args.ddp else wrap.shard(model, mesh)
     # Swap 4, the optimizer: clipping inside the step, state from the start.
     settings: dict[str, Any] = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if args.baseline:
@@ -123,9 +120,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     last = min(args.steps, args.stop_at or args.steps)
     unread: list[Tensor] = []
 
-    with Progress(
-        "step", MofNCompleteColumn(), BarColumn(), "{task.description}", console=console
-    ) as progress:
+    columns = ("step", MofNCompleteColumn(), BarColumn(), "{task.description}")
+    with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=args.steps, completed=step)
         while step < last:
             loader.set_epoch(step // len(loader))
@@ -141,15 +137,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
                     opt.zero_grad(set_to_none=True)
                 step += 1
                 unread.append(loss.detach())
-                if (
-                    step % 10 == 0 or step % args.save_every == 0 or step == last
-                ):  # reading waits for the device
+                due = step % args.save_every == 0 or step == last
+                if due or step % 10 == 0:  # rarely: reading the loss waits for the device
                     state["losses"] = [*state["losses"], *mean_over_ranks(torch.stack(unread)).tolist()]
                     unread.clear()
-                    progress.update(
-                        bar, completed=step, description=status(state["losses"][-1], meter, world)
-                    )
-                if step % args.save_every == 0 or step == last:
+                    words = status(state["losses"][-1], meter, world)
+                    progress.update(bar, completed=step, description=words)
+                if due:
                     ckpt.save(step, state)
                 if step == last:
                     break
@@ -166,10 +160,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     elif rank == 0:
         report = meter.report()
         print(report)
-        report.plot(out / "lanes.png")
-        draw_losses(result, out / "loss.png")
         (out / "result.json").write_text(json.dumps({**result, "report": report.to_dict()}, indent=1))
-        print(f"see {out / 'loss.png'}, {out / 'lanes.png'} and {out / 'result.json'}")
+        if find_spec("matplotlib"):
+            report.plot(out / "lanes.png")
+            draw_losses(result, out / "loss.png")
+        print("see", *(str(path) for path in sorted(out.iterdir()) if path.is_file()))
 
 
 def learning_rate(step: int, steps: int) -> float:

@@ -182,6 +182,29 @@ def test_memory_is_reused_and_bounded(tmp_path):
         assert len(checkpointer._stager._active) == 0
 
 
+def test_what_was_restored_does_not_live_in_the_staging_memory(tmp_path):
+    """Else the next save would overwrite the moments that the optimizer goes on with."""
+
+    def wide(seed):  # large enough that the memory of the restore is that of the saves
+        return build(nn.Sequential(nn.Linear(6, 200), nn.Linear(200, 30)), seed=seed)
+
+    state = wide(0)
+    train_step(state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        other = wide(6)
+        checkpointer.restore(other)
+        other["model"][0].weight.data.fill_(7)
+        before = snapshot(other)
+        memory = checkpointer._stager._rings[0]._slots[0]._memory
+        checkpointer.save(2, other, block=True)
+        assert checkpointer._stager._rings[0]._slots[0]._memory is memory
+        assert_same(snapshot(other), before)
+        third = wide(8)
+        checkpointer.restore(third)
+        assert_same(snapshot(third), before)
+
+
 def test_saves_beyond_in_flight_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(Lane, "delay_s", 0.02)
     state = build()

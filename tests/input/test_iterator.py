@@ -125,16 +125,16 @@ def test_hundreds_of_early_breaks_leave_nothing() -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_early_breaks_with_workers_leave_no_process(persistent: bool) -> None:
     loader = DeviceLoader(in_order(40, 2, num_workers=2, persistent_workers=persistent), "cpu")
-    files = None
-    for _ in range(4):
+    files = 0
+    for epoch in range(10):
         for taken, batch in enumerate(loader):
             assert plain(batch) == [2 * taken, 2 * taken + 1]
             if taken == 3:
                 break
         gc.collect()
-        files = files or open_files()
+        files = open_files() if epoch == 1 else files
         assert len(multiprocessing.active_children()) == (2 if persistent else 0)
-    assert open_files() == files
+    assert open_files() < files + 6  # batches in shared memory come and go; a leak would be 8 or more
     assert len(list(loader)) == 20
     del loader, batch
     gc.collect()
@@ -158,7 +158,7 @@ def test_an_error_of_the_source_comes_in_its_place_and_whole(workers: int) -> No
 
 def test_a_killed_worker_is_an_error_not_a_hang() -> None:
     loader = DeviceLoader(DataLoader(Failing(7, deadly=True), batch_size=2, num_workers=1), "cpu")
-    with pytest.raises(RuntimeError, match="worker"):
+    with pytest.raises(RuntimeError, match="(?i)worker.*(died|killed|exited)"):
         list(loader)
     gc.collect()
     assert readers() == []

@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +275,32 @@ def test_compiled_in_one_graph_is_the_same(path: str, options: dict[str, Any]) -
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for a, b in zip(run(ours, (x,), grads), run(compiled, (x,), grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # some of inductor's own
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_with_symbolic_sizes_and_by_inductor(path: str, backend: str) -> None:
+    """All three functions in one graph, which holds for every number of rows."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    torch._dynamo.reset()
+    target = torch.tensor([1, -100, 36, 0, 5, 7, 9, 30])
+
+    def model(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        y, total = kernels.rms_norm(x, weight, 1e-5, residual=residual)
+        loss = kernels.cross_entropy(
+            kernels.swiglu(y, total), target[: len(x)], label_smoothing=0.1, z_loss=0.1
+        )
+        assert isinstance(loss, Tensor)
+        return loss
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    for n in (5, 8):
+        inputs = [torch.randn(s, requires_grad=True) for s in ((n, 37), (37,), (n, 37))]
+        grads = (torch.ones(()),)
+        torch.testing.assert_close(
+            run(compiled, inputs, grads), run(model, inputs, grads), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_module_is_a_drop_in(path: str) -> None:

@@ -196,6 +196,14 @@ def test_compiled_in_one_graph_is_bitwise_the_same(path: str, residual: bool) ->
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_normalised_is_the_sum_that_is_returned(path: str, dtype: torch.dtype) -> None:
+    """Rounded as it is returned, since backward reads it so."""
+    x, weight, residual = make(5, 37, dtype=dtype), make(37, dtype=dtype), make(5, 37, dtype=dtype)
+    y, total = kernels.rms_norm(x, weight, EPS, residual=residual)
+    assert torch.equal(y, kernels.rms_norm(total, weight, EPS))
+
+
 def test_recomputed_in_backward(interpreted: None) -> None:
     x, weight = make(5, 37), make(37)
     kept = run(lambda x, w: kernels.rms_norm(x, w), (x, weight), (torch.ones(5, 37),))

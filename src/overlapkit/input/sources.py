@@ -8,6 +8,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import wait
 from types import GeneratorType
 from typing import Any
 
@@ -34,7 +35,15 @@ class Cursor:
             StopIteration: The epoch is over.
         """
         assert self._batches is not None
-        return next(self._batches), None
+        try:
+            return next(self._batches), None
+        except (OSError, EOFError) as error:  # what a worker that dies in mid-sentence looks like
+            if dead := _dead_workers(self._batches):
+                raise RuntimeError(
+                    f"a worker process of source died ({dead}): it crashed, or was killed, often for want of "
+                    "memory or of shared memory (/dev/shm)"
+                ) from error
+            raise
 
     def finished(self) -> Position:
         """Where the consumer stands when it has seen the end of the epoch."""
@@ -175,6 +184,19 @@ class _Snapshots(Cursor):
 
     def finished(self) -> Position:
         return Position(mark=self._snapshot())
+
+
+def _dead_workers(batches: Any) -> str:
+    """The worker processes of a DataLoader's iterator that have died, or are just dying."""
+    workers = getattr(batches, "_workers", None)
+    if not workers:
+        return ""
+    ended = wait([worker.sentinel for worker in workers], timeout=1.0)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(1.0)  # its end of the pipe is closed a moment before it has ended
+    dead = [worker for worker in workers if worker.exitcode]
+    return ", ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in dead)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Checks that every kernel's arguments share: they name the argument, its value and the remedy."""
 
-import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -32,7 +31,7 @@ def check_like(name: str, tensor: Tensor, shape: tuple[int, ...], of: str, x: Te
 
 def check_not_negative(name: str, value: float) -> None:
     """Refuse a number below zero, or none at all."""
-    if not (value >= 0.0 and math.isfinite(value)):
+    if not 0.0 <= value < float("inf"):  # math.isfinite ends a graph that has symbolic floats
         raise ValueError(f"{name}={value}: allowed are finite numbers from 0 up")
 
 

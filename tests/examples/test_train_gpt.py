@@ -1,0 +1,145 @@
+"""The main job as a user runs it: resumed bit for bit, equal to its plain baseline, with all it promises."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+SMALL = [
+    "--width",
+    "32",
+    "--layers",
+    "2",
+    "--window",
+    "32",
+    "--batch",
+    "8",
+    "--steps",
+    "20",
+    "--eval-batches",
+    "2",
+]
+HOW = {
+    "one process": ([], []),
+    "FSDP2": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []),
+    "DDP": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], ["--ddp"]),
+}
+
+
+def command(how: str, out: Path, *options: str) -> list[str]:
+    launcher, extra = HOW[how]
+    return [sys.executable, *launcher, str(SCRIPT), *SMALL, *extra, "--out", str(out), *options]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+
+
+def run(how: str, out: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """Run to the end; the result file and what was printed."""
+    ran = subprocess.run(
+        command(how, out, *options), capture_output=True, text=True, env=environment(), timeout=100
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return json.loads((out / "result.json").read_text()), ran.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One uninterrupted run of each kind, made when it is first asked for."""
+    runs: dict[str, Any] = {}
+
+    class Runs(dict):
+        def __missing__(self, how: str) -> Any:
+            out = tmp_path_factory.mktemp("whole")
+            self[how] = (*run(how, out), out)
+            return self[how]
+
+    return Runs(runs)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_stopped_and_resumed_run_repeats_the_losses_bit_for_bit(
+    how: str, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    stop = {"one process": "1", "FSDP2": "7", "DDP": "13"}[how]
+    first, _ = run(how, tmp_path, "--stop-at", stop)
+    assert len(first["losses"]) == int(stop)
+    second, printed = run(how, tmp_path)
+    assert f"going on after step {stop}" in printed
+    assert second["losses"] == whole[how][0]["losses"]
+    assert second["validation"] == whole[how][0]["validation"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_baseline_has_the_same_losses_within_rounding(
+    how: str, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    plain, _ = run(how, tmp_path, "--baseline")
+    assert plain["losses"] == pytest.approx(whole[how][0]["losses"], rel=2e-6)
+    assert len(plain["losses"]) == 20
+
+
+def test_the_ways_to_run_it_agree_within_rounding_and_learn(whole: dict[str, Any]) -> None:
+    alone = whole["one process"][0]["losses"]
+    assert whole["DDP"][0]["losses"] == pytest.approx(whole["FSDP2"][0]["losses"], rel=1e-5)
+    assert alone[0] == pytest.approx(whole["FSDP2"][0]["losses"][0], rel=0.05)  # other windows in a batch
+    assert alone[0] > 5
+    assert alone[-1] < alone[0] - 0.4
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(whole: dict[str, Any], tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        command("one process", tmp_path, "--save-every", "2"),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    result, printed = run("one process", tmp_path)
+    assert "going on after step" in printed
+    assert result["losses"] == whole["one process"][0]["losses"]
+
+
+def test_what_it_leaves_behind(whole: dict[str, Any]) -> None:
+    result, printed, out = whole["FSDP2"]
+    assert 3.0 < result["unigram"] < 3.5
+    assert 2.2 < result["bigram"] < 2.7
+    report = result["report"]
+    assert report["world"] == 2
+    assert len(report["answers"]) == 7
+    assert report["parts"]["communication"]["bytes"] > 0
+    for words in ("1 batch ready", "7 peak memory", "validation loss", "tokens/s"):
+        assert words in printed
+    for picture in ("lanes.png", "loss.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in out.glob("step-*")] == ["step-20"]
+    assert list(out.glob("step-20/*.safetensors"))
+
+
+def test_a_finished_run_says_that_nothing_is_left(whole: dict[str, Any]) -> None:
+    _, _, out = whole["one process"]
+    again = subprocess.run(
+        command("one process", out),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=100,
+        check=True,
+    )
+    assert "nothing left to do" in again.stdout
+
+
+def test_the_example_stays_a_tutorial() -> None:
+    assert len(SCRIPT.read_text().splitlines()) < 200
