@@ -1,5 +1,6 @@
 """Lane and Ticket: order, errors, ends and forks, on all three kinds."""
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -106,6 +107,21 @@ def test_an_error_of_the_body_comes_before_one_of_the_lane() -> None:
     assert "seven" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("quiet", ["settle", "fence"])
+def test_settling_neither_raises_nor_counts_as_asking(quiet: str) -> None:
+    gate = threading.Event()
+    lane = Lane("x")
+    ticket = lane.submit(lambda: gate.wait(5) and fail())
+    assert ticket.error is None
+    threading.Timer(0.02, gate.set).start()
+    getattr(ticket, quiet)()
+    assert isinstance(ticket.error, Odd)
+    assert not ticket.seen
+    with pytest.raises(Odd):
+        lane.close()
+    assert ticket.seen
+
+
 def test_close_finishes_everything_and_joins() -> None:
     done: list[int] = []
     lane = Lane("x")
@@ -166,6 +182,7 @@ def test_a_forked_child_makes_its_own_lane() -> None:
             try:
                 ticket.wait(5)
             except RuntimeError as error:
+                ticket.settle()  # there is nothing to wait for here
                 if "before the fork" in str(error) and lane.submit(lambda: 5).wait(5) == 5:
                     lane.close(5)
                     code = 0
@@ -246,6 +263,25 @@ def test_wait_waits_for_the_device_and_done_asks_it() -> None:
         assert ticket.wait() == 5
         assert machine.syncs == 1
         assert ticket.done()
+        lane.close()
+
+
+@pytest.mark.parametrize("ask", ["order", "fence"])
+def test_work_that_fails_half_way_is_ordered_all_the_same(ask: str) -> None:
+    with fake_cuda() as machine:
+        x = torch.zeros(4, device=CUDA)
+        lane = Lane("x", CUDA)
+
+        def half() -> None:
+            x.add_(1)
+            fail()
+
+        ticket = lane.submit(half)
+        with contextlib.suppress(Odd):
+            getattr(ticket, ask)()
+        x.add_(1)
+        assert machine.faults == []
+        ticket.seen = True
         lane.close()
 
 

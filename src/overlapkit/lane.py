@@ -29,14 +29,17 @@ class Ticket(Generic[T]):
 
     An exception that the work raised is raised again by `wait` and by `order`: the same object, with
     its original traceback.
+
+    Attributes:
+        seen: Somebody has been told how the work ended; set it where its error was raised otherwise.
     """
 
     def __init__(self, lane: str) -> None:
+        self.seen = False
         self._lane = lane
         self._pid = os.getpid()
         self._future: Future[T] = Future()
         self._event: torch.cuda.Event | None = None
-        self._seen = False
 
     def wait(self, timeout: float | None = None) -> T:
         """Block the host until the work is done, on its device too, and return its result.
@@ -48,24 +51,50 @@ class Ticket(Generic[T]):
             TimeoutError: The work is not done within `timeout`.
             RuntimeError: The work was submitted by the parent of this forked process.
         """
-        value = self._result(timeout)
-        if self._event is not None:
-            self._event.synchronize()
-        return value
+        try:
+            return self._result(timeout)
+        finally:
+            if self._event is not None:  # work that failed may have queued a part of itself
+                self._event.synchronize()
 
     def order(self) -> T:
         """Make what the caller's current stream is given from now on run after the work.
 
         Does not block the host on a CUDA lane; on a thread lane it waits on the host.
         """
-        value = self._result(None)
-        if self._event is not None:
-            torch.cuda.current_stream(self._event.device).wait_event(self._event)
-        return value
+        try:
+            return self._result(None)
+        finally:
+            if self._event is not None:
+                torch.cuda.current_stream(self._event.device).wait_event(self._event)
+
+    def settle(self) -> None:
+        """`wait`, whatever came of the work: raises none of its errors and does not count as asking."""
+        self._quietly(self.wait)
+
+    def fence(self) -> None:
+        """`order`, whatever came of the work: raises none of its errors and does not count as asking."""
+        self._quietly(self.order)
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once. Never blocks."""
         return self._future.done() and (self._event is None or self._event.query())
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the work raised, as far as it has run. Looking does not count as asking."""
+        return self._future.exception() if self._future.done() else None
+
+    def _quietly(self, ask: Callable[[], T]) -> None:
+        if self._pid != os.getpid() and not self._future.done():
+            return  # nothing of it runs in a forked child
+        seen = self.seen
+        try:
+            ask()
+        except BaseException as error:
+            if error is not self.error:
+                raise  # not the work's: an interrupt of this thread
+            self.seen = seen
 
     def _result(self, timeout: float | None) -> T:
         if self._pid != os.getpid() and not self._future.done():
@@ -73,14 +102,15 @@ class Ticket(Generic[T]):
                 f"lane {self._lane!r}: this work was submitted in process {self._pid}, before the fork; "
                 "a forked child does not have it: submit it again here"
             )
-        self._seen = True
         try:
-            return self._future.result(timeout)
+            value = self._future.result(timeout)
         except TimeoutError:
-            if self._future.done():  # the work's own TimeoutError, or it has just finished
-                return self._future.result()
-            self._seen = False
-            raise TimeoutError(f"lane {self._lane!r}: the work was not done after {timeout} s") from None
+            if not self._future.done():
+                raise TimeoutError(f"lane {self._lane!r}: the work was not done after {timeout} s") from None
+            value = self._future.result()  # the work's own TimeoutError, or it has just finished
+        finally:
+            self.seen = self.seen or self._future.done()
+        return value
 
 
 class _Job(Generic[T]):
@@ -95,7 +125,7 @@ class _Job(Generic[T]):
         try:
             value = self.fn()
         except BaseException as error:  # whatever it is, it belongs to whoever holds the ticket
-            self.failed[:] = [*(old for old in self.failed if not old._seen), self.ticket]
+            self.failed[:] = [*(old for old in self.failed if not old.seen), self.ticket]
             self.ticket._future.set_exception(error)
             del self  # the traceback refers to this frame: without this, work and error keep each other alive
         else:
@@ -211,7 +241,7 @@ class Lane:
                 raise TimeoutError(f"lane {self.name!r}: still busy {timeout} s after close()")
         if self._stream is not None:
             self._stream.synchronize()
-        unseen = [ticket for ticket in self._failed if not ticket._seen]
+        unseen = [ticket for ticket in self._failed if not ticket.seen]
         self._failed.clear()
         if unseen:
             unseen[0].wait()

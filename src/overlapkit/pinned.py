@@ -100,7 +100,7 @@ class PinnedRing:
             raise RuntimeError(f"all {len(self._slots)} buffers are on loan: give one back first")
         buffer = self._free[0]
         if buffer._busy is not None:
-            _settle(buffer._busy)
+            buffer._busy.settle()
             buffer._busy = None
         if buffer._memory is None or buffer.nbytes < nbytes:
             buffer._memory = None  # freed first: growing must not hold both
@@ -111,7 +111,7 @@ class PinnedRing:
         """Wait for the last uses and free all memory. Buffers on loan are freed with their last view."""
         for slot in self._slots:
             if slot._busy is not None:
-                _settle(slot._busy)
+                slot._busy.settle()
                 slot._busy = None
             slot._memory = None
 
@@ -122,12 +122,3 @@ class PinnedRing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _settle(ticket: Ticket[Any]) -> None:
-    """Wait until the work no longer touches the buffer. Whether it failed is its owner's affair."""
-    seen = ticket._seen
-    try:
-        ticket.wait()
-    except Exception:
-        ticket._seen = seen

@@ -57,6 +57,30 @@ def test_order_and_end(depth: int, delay: float, monkeypatch: pytest.MonkeyPatch
     assert readers() == []
 
 
+def test_a_source_is_not_asked_again_after_its_end_or_error() -> None:
+    class Once:
+        def __init__(self, last: Exception) -> None:
+            self.given = [1, 2]
+            self.last: Exception | None = last
+
+        def __iter__(self) -> "Once":
+            return self
+
+        def __next__(self) -> int:
+            if self.given:
+                return self.given.pop(0)
+            assert self.last is not None, "asked again"
+            last, self.last = self.last, None
+            raise last
+
+    assert list(DeviceLoader(lambda: Once(StopIteration()), "cpu", depth=4)) == [1, 2]
+    passing = iter(DeviceLoader(lambda: Once(OSError("gone")), "cpu", depth=4))
+    assert [next(passing), next(passing)] == [1, 2]
+    with pytest.raises(OSError, match="gone"):
+        next(passing)
+    assert list(passing) == []
+
+
 def test_reads_ahead_as_far_as_depth_and_no_further() -> None:
     pulled = []
 

@@ -1,6 +1,7 @@
 """Stopping and going on anywhere is as if nothing had happened: against a loop without a DeviceLoader."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from overlapkit.input import DeviceLoader
+from overlapkit.lane import Lane
 from tests.input.sources import (
     MAP_STYLE,
     RESUMABLE,
@@ -62,7 +64,6 @@ class Run:
                     return
 
     def save(self) -> Any:
-        torch.get_rng_state()
         return self.loader.state_dict(), torch.get_rng_state()
 
     def load(self, saved: Any) -> None:
@@ -122,6 +123,39 @@ def test_with_worker_processes(kind: str, options: dict[str, Any]) -> None:
     assert [[batch for batch, _ in epoch] for epoch in epochs] == [
         [batch for batch, _ in epoch] for epoch in truth(build())
     ]
+
+
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in sorted(RESUMABLE)),
+        ("shuffled", PERSISTENT),
+        ("own generator", PERSISTENT),
+        ("own generator", {"num_workers": 1}),
+    ],
+    ids=str,
+)
+def test_saved_between_epochs(kind: str, options: dict[str, Any], epochs: int) -> None:
+    """The loop has seen the end of an epoch and begun no other, or has begun none."""
+    build = lambda: RESUMABLE[kind](12, 2, **options)  # type: ignore[call-arg]  # noqa: E731
+    want = truth(build())
+    torch.manual_seed(11)
+    first = Run(build(), 2)
+    for epoch in range(epochs):
+        first.loader.set_epoch(epoch)
+        assert [(plain(batch), torch.rand(1).item()) for batch in first.loader] == want[epoch]
+    saved = first.save()
+    torch.manual_seed(99)
+    second = Run(build(), 2)
+    second.load(saved)
+    rest: list[list[Any]] = [[], [], []]
+    for epoch, step in second.steps(epochs, None):
+        rest[epoch].append(step)
+    assert rest[epochs:] == want[epochs:]
 
 
 def test_a_loader_of_nodes() -> None:
@@ -361,19 +395,22 @@ def test_a_state_of_something_else_is_refused(state: Any, error: type[Exception]
 def test_an_early_break_leaves_a_shared_generator_where_it_always_does() -> None:
     """How far the reader came ahead is chance; the next epoch's order must not depend on it."""
 
-    def orders(delay: float, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        from overlapkit.lane import Lane
-
-        monkeypatch.setattr(Lane, "delay_s", delay)
-        loader = DeviceLoader(MAP_STYLE["with replacement"](300, 4), "cpu", depth=9)
-        for _ in zip(range(2), loader, strict=False):
-            pass
-        first = [plain(batch) for _, batch in zip(range(4), loader, strict=False)]
-        return [first, next(plain(batch) for batch in loader)]
+    def next_epoch(far: bool) -> list[Any]:
+        source = MAP_STYLE["with replacement"](300, 4)
+        loader = DeviceLoader(source, "cpu", depth=9)
+        passing = iter(loader)
+        next(passing)
+        if far:
+            deadline = time.monotonic() + 10
+            while len(source.dataset.loaded) < 40 and time.monotonic() < deadline:  # type: ignore[attr-defined]
+                time.sleep(0.001)
+        passing.close()
+        return [plain(batch) for batch in loader]
 
     with pytest.MonkeyPatch.context() as patch:
-        fast, slow = orders(0.0, patch), orders(0.01, patch)
-    assert fast == slow
+        far = next_epoch(far=True)
+        patch.setattr(Lane, "delay_s", 0.01)
+        assert next_epoch(far=False) == far
 
 
 def test_a_device_loader_of_a_device_loader() -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from overlapkit.input import DeviceLoader
+from overlapkit.input.transfer import Mover
 from overlapkit.lane import Lane
+from overlapkit.span import SpanLog
 from tests.input.late import Machine
 
 
@@ -123,6 +125,23 @@ def test_copies_wait_for_what_the_consumer_had_queued(machine: Machine) -> None:
     list(loader)
     (mover,) = loader._idle
     assert mover._lane._stream.waits == [machine.default] * 3  # type: ignore[union-attr]
+
+
+def test_copies_wait_for_the_stream_that_the_consumer_is_on(machine: Machine) -> None:
+    other = machine.new_stream()
+    other.late = False
+    loader = DeviceLoader(batches(3), "cuda", pin=False)
+    with machine.entered(other):
+        assert [look(got) for got in loader] == [look(batch(k)) for k in range(3)]
+    (mover,) = loader._idle
+    assert mover._lane._stream.waits == [other] * 3  # type: ignore[union-attr]
+
+
+def test_a_host_buffer_is_filled_again_only_after_its_copy(machine: Machine) -> None:
+    mover = Mover(torch.device("cuda", 0), 2, False, None, SpanLog())
+    arrivals = [mover.send(batch(k), machine.default) for k in range(7)]  # type: ignore[arg-type]
+    assert machine.late_work() == 2
+    assert [look(arrival.receive()) for arrival in arrivals] == [look(batch(k)) for k in range(7)]
 
 
 def test_the_transform_sees_the_copied_batch_on_the_side_stream(machine: Machine) -> None:

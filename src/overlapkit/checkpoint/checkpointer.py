@@ -22,7 +22,6 @@ from overlapkit.checkpoint.save import Save, Unfinished, not_due
 from overlapkit.checkpoint.stage import LANE, Stager
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
-from overlapkit.pinned import _settle
 from overlapkit.span import Span, SpanLog
 
 
@@ -137,7 +136,7 @@ class Checkpointer:
             save = self._begin(step, state, kept_metrics)
             self._unfinished.add(save)
             if block:
-                _settle(save.committed)
+                save.committed.settle()
         save._blocked_s = (time.perf_counter_ns() - start) / 1e9
         self._unfinished.surface()
         return save
@@ -300,7 +299,7 @@ class Checkpointer:
                 raise error
 
             ticket = self._writer.submit(lambda: self._quorum.together(f"save/{number}", fail, _nothing))
-            ticket._seen = True  # the caller gets the error from save() itself
+            ticket.seen = True  # the caller gets the error from save() itself
 
 
 def _nothing(reports: list[Report]) -> Report:

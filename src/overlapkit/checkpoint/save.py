@@ -5,7 +5,6 @@ from pathlib import Path
 
 from overlapkit.checkpoint.stage import LANE, Staging
 from overlapkit.lane import Lane, Ticket
-from overlapkit.pinned import _settle
 from overlapkit.span import SpanLog
 
 
@@ -82,13 +81,13 @@ class Unfinished:
         self._collect()
         while len(self._pending) >= limit:
             with self._log.host(LANE, "wait for the previous save", exposed=True):
-                _settle(self._pending[0].committed)
+                self._pending[0].committed.settle()
             self._collect()
 
     def settle(self) -> None:
         """Wait until none is pending; raise nothing."""
         for save in self._pending:
-            _settle(save.committed)
+            save.committed.settle()
         self._collect()
 
     def surface(self) -> None:
@@ -96,20 +95,20 @@ class Unfinished:
         self._collect()
         while self._failed:
             save = self._failed.popleft()
-            if not save.committed._seen:
+            if not save.committed.seen:
                 save.committed.wait()
 
     def unseen(self) -> list[BaseException]:
         """All errors that nobody had seen."""
         self._collect()
-        tickets = [save.committed for save in self._failed if not save.committed._seen]
+        tickets = [save.committed for save in self._failed if not save.committed.seen]
         self._failed.clear()
         for ticket in tickets:
-            ticket._seen = True
-        return [error for ticket in tickets if (error := ticket._future.exception()) is not None]
+            ticket.seen = True
+        return [error for ticket in tickets if (error := ticket.error) is not None]
 
     def _collect(self) -> None:
         while self._pending and self._pending[0].committed.done():
             save = self._pending.popleft()
-            if save.committed._future.exception() is not None:
+            if save.committed.error is not None:
                 self._failed.append(save)

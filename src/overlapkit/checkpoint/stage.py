@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.layout import DTYPES, Inventory, Piece
 from overlapkit.lane import Lane, Ticket
-from overlapkit.pinned import PinnedBuffer, PinnedRing, _settle
+from overlapkit.pinned import PinnedBuffer, PinnedRing
 from overlapkit.span import SpanLog
 
 LANE = "checkpoint"
@@ -218,14 +218,13 @@ class Stager:
             return
         lane = self._lane
         assert lane is not None
-        if lane.kind != "cuda":
-            with self._log.host(LANE, "wait for staging", exposed=True):
-                _settle(staging.ticket)  # a failed copy fails the save, never the step
-            return
-        stream = torch.cuda.current_stream(lane.device)
-        with self._log.stream(LANE, "wait for staging", stream, exposed=True):
-            assert staging.ticket._event is not None
-            stream.wait_event(staging.ticket._event)
+        if lane.kind == "cuda":
+            stream = torch.cuda.current_stream(lane.device)
+            waiting = self._log.stream(LANE, "wait for staging", stream, exposed=True)
+        else:
+            waiting = self._log.host(LANE, "wait for staging", exposed=True)
+        with waiting:
+            staging.ticket.fence()  # a failed copy fails the save, never the step
 
     def _copy_now(self, lane: Lane, half: _Half, device: torch.device) -> Ticket[None]:
         if device.type == "cuda":  # on the lane, and the caller's stream after it: the host never waits
