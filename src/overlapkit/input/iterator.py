@@ -93,7 +93,7 @@ class BatchIterator:
         if isinstance(outcome, Failed):
             return self._fail(outcome)
         assert isinstance(outcome, Ended)
-        self._end(outcome.position)
+        self._end()
         raise StopIteration
 
     def close(self) -> None:
@@ -165,15 +165,15 @@ class BatchIterator:
         finally:
             del error  # its traceback refers to this frame
 
-    def _end(self, position: Position) -> None:
+    def _end(self) -> None:
         self.close()
-        position.epoch = self.position.epoch
         if self.position.taken == 0:
             raise ValueError(
                 "source is empty: it gave no batch in this epoch. A function given as source must return a "
                 "fresh iterator at each call"
             )
-        self._on_taken(position)
+        if self._reader.cursor.forgets:
+            self._on_taken(Position(epoch=self.position.epoch))
 
     def _submit(self) -> None:
         stream = torch.cuda.current_stream(self._device) if self._reader.mover is not None else None

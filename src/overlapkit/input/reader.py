@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from overlapkit.input.failed import Failed
-from overlapkit.input.position import Position
 from overlapkit.input.sources import Cursor
 from overlapkit.input.transfer import Arrival, Mover, Transform
 from overlapkit.span import SpanLog
@@ -25,11 +24,8 @@ class Pulled:
         return self.batch.receive() if isinstance(self.batch, Arrival) else self.batch
 
 
-@dataclass(slots=True)
 class Ended:
     """The epoch is over."""
-
-    position: Position
 
 
 class Reader:
@@ -74,7 +70,7 @@ class Reader:
             with self._log.host("input", "source"):
                 batch, mark = self.cursor.next()
         except StopIteration:
-            return Ended(self.cursor.finished())
+            return Ended()
         if self.stopped:  # while the source was busy
             return None
         if self.mover is not None and stream is not None:

@@ -5,6 +5,7 @@ batches of indices are skipped; no sample of theirs is loaded.
 """
 
 import copy
+import operator
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -56,21 +57,12 @@ class SkippingLoader(Source):
         if order["torch"] is not None:
             with random_state():  # what iter() draws was drawn when the epoch began
                 return self._start(order, resume)
-        if order["begun"]:
-            return self._go_on(order)
-        self._random.restore(order["generators"])
+        self._random.restore(order["generators"])  # saved before the first epoch
         return self._start(None)
 
     def rest(self) -> Position:
-        """The generators as they are; torch's global one moves on between epochs."""
-        order = {"generators": self._random.save(), "torch": None, "begun": self._kept is not None}
-        return Position(order=order)
-
-    def _go_on(self, order: dict[str, Any]) -> "_IndexCursor":
-        """Start an epoch that is not the first of persistent workers: the seed that those draw was drawn."""
-        cursor = self._start({**order, "torch": torch.get_rng_state()})
-        torch.set_rng_state(cursor.draws.drawn)
-        return cursor
+        """The generators as they are; torch's global one moves on until the first epoch."""
+        return Position(order={"generators": self._random.save(), "torch": None})
 
     def _start(self, order: dict[str, Any] | None, resume: Position | None = None) -> "_IndexCursor":
         loader, indices = self._clone()
@@ -83,7 +75,7 @@ class SkippingLoader(Source):
         if resume is not None:
             draws.check(resume)
         taken, mark = (resume.taken, resume.mark) if resume else (0, None)
-        return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws, self)
+        return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws)
 
     def _clone(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
         if self._kept is not None:
@@ -164,7 +156,6 @@ class _Draws:
 
     Attributes:
         order: The random state that the order was drawn from.
-        drawn: torch's global random state right after that.
         given: Index batches given to the DataLoader.
         under_way: Those of them whose data has not been handed over.
     """
@@ -180,7 +171,6 @@ class _Draws:
         self._last_skipped: Any = None
         self._skipped = 0
         self.order = replay
-        self.drawn = torch.empty(0, dtype=torch.uint8)
         self.given = 0
         self.under_way: deque[Any] = deque()
 
@@ -209,7 +199,6 @@ class _Draws:
             self._last_skipped = index
             self._skipped += 1
         self._first.extend(islice(self._batches, 1))
-        self.drawn = torch.get_rng_state()
 
     def advance(self, given: int) -> None:
         """Draw on until `given` batches were given, so that generators stand where they should."""
@@ -233,33 +222,30 @@ class _Draws:
 class _IndexCursor(Cursor):
     """A pass that notes with each batch which samples it was made of."""
 
-    def __init__(
-        self, batches: Iterator[Any], position: Position, draws: _Draws, source: SkippingLoader
-    ) -> None:
+    def __init__(self, batches: Iterator[Any], position: Position, draws: _Draws) -> None:
         super().__init__(batches, position)
-        self.draws = draws
-        self._source = source
+        self._draws = draws
         self._ahead = draws.given
 
     def next(self) -> tuple[Any, Any]:
         batch, _ = super().next()
-        index = self.draws.under_way.popleft()
+        index = self._draws.under_way.popleft()
         return batch, partial(digest, index.copy() if type(index) is list else index)
-
-    def finished(self) -> Position:
-        return self._source.rest()
 
     def close(self, handed_out: int, depth: int) -> None:
         super().close(handed_out, depth)
         # how far the reader came is chance; where a shared generator is left must not be
-        self.draws.advance(self._ahead + handed_out + depth)
+        self._draws.advance(self._ahead + handed_out + depth)
 
 
 def digest(index: Any) -> int | None:
     """A checksum of the samples of a batch, or None where they are not plain numbers and text."""
-    if type(index) is list and all(type(i) is int or type(i) is str for i in index):
-        return zlib.crc32(repr(index).encode())
-    return digest([index]) if type(index) is int or type(index) is str else None
+    samples = index if isinstance(index, list | tuple) else [index]
+    try:
+        plain = [sample if type(sample) is str else operator.index(sample) for sample in samples]
+    except TypeError:
+        return None
+    return zlib.crc32(repr(plain).encode())
 
 
 def _is_sampler(name: str, value: Any) -> bool:

@@ -22,11 +22,13 @@ class Cursor:
 
     Attributes:
         position: Where the consumer stands before it has taken a batch of this pass.
+        forgets: Once its end was seen the consumer stands nowhere: the next pass needs nothing of this one.
     """
 
-    def __init__(self, batches: Iterator[Any], position: Position) -> None:
+    def __init__(self, batches: Iterator[Any], position: Position, *, forgets: bool = False) -> None:
         self._batches: Iterator[Any] | None = batches
         self.position = position
+        self.forgets = forgets
 
     def next(self) -> tuple[Any, Any]:
         """The next batch, and the mark that describes having taken it.
@@ -44,10 +46,6 @@ class Cursor:
                     "memory or of shared memory (/dev/shm)"
                 ) from error
             raise
-
-    def finished(self) -> Position:
-        """Where the consumer stands when it has seen the end of the epoch."""
-        return Position()
 
     def close(self, handed_out: int, depth: int) -> None:
         """Let go of the source's iterator. Called once, when nobody is in `next`.
@@ -135,7 +133,7 @@ class Opaque(Source):
             raise TypeError(
                 f"source={self.original!r} returned a {type(batches).__name__}: it must return an iterable"
             )
-        return Cursor(iter(batches), Position())
+        return Cursor(iter(batches), Position(), forgets=True)
 
     def check(self, resume: Position) -> None:
         """Refuse any position within an epoch."""
@@ -181,9 +179,6 @@ class _Snapshots(Cursor):
 
     def next(self) -> tuple[Any, Any]:
         return super().next()[0], self._snapshot()
-
-    def finished(self) -> Position:
-        return Position(mark=self._snapshot())
 
 
 def _dead_workers(batches: Any) -> str:

@@ -8,8 +8,8 @@ from overlapkit.kernels.swiglu import SwiGLU, swiglu
 __all__ = [
     "CrossEntropyLoss",
     "RMSNorm",
-    "SwiGLU",
     "Swap",
+    "SwiGLU",
     "cross_entropy",
     "rms_norm",
     "swap",
