@@ -146,7 +146,7 @@ def test_close_says_so_when_the_work_does_not_end() -> None:
 def test_no_thread_before_the_first_submit_nor_after_being_dropped() -> None:
     lane = Lane("x")
     assert not names()
-    ticket = lane.submit(lambda: torch.get_num_threads())
+    ticket = lane.submit(lambda: 1)
     assert ticket.wait() == 1
     assert names() == ["overlapkit-x"]
     del lane
@@ -155,6 +155,58 @@ def test_no_thread_before_the_first_submit_nor_after_being_dropped() -> None:
     while names() and time.monotonic() < deadline:
         time.sleep(0.005)
     assert not names()
+
+
+def test_a_lane_computes_on_one_core_and_leaves_the_others_to_everyone_else() -> None:
+    program = """
+import threading, torch
+from overlapkit.lane import Lane
+with Lane("x") as lane:
+    inside = lane.submit(torch.get_num_threads).wait()
+later = []
+thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+thread.start()
+thread.join()
+print(inside, later[0], torch.get_num_threads())
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    out = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=environment,
+    )
+    assert out.stdout.split() == ["1", "2", "2"]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_of_the_callers_thread_reaches_the_caller() -> None:
+    with Lane("x", kind="inline") as lane, pytest.raises(KeyboardInterrupt):
+        lane.submit(interrupt)
+    with fake_cuda():
+        lane = Lane("x", CUDA)
+        with pytest.raises(KeyboardInterrupt):
+            lane.submit(interrupt)
+        lane.close()
+
+
+def test_work_that_exit_cuts_off_is_reported() -> None:
+    program = """
+import time
+from overlapkit import lane
+lane.EXIT_PATIENCE_S = 0.1
+slow = lane.Lane("slow")
+slow.submit(lambda: time.sleep(60))
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "lane 'slow' was still busy 0.1 s after the end" in out.stderr
 
 
 def test_an_idle_lane_keeps_nothing_alive() -> None:

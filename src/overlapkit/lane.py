@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -132,13 +133,24 @@ class _Job(Generic[T]):
             self.ticket._future.set_result(value)
 
 
-def _work(inbox: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    """A worker thread's life. It refers to its queue only, so that a forgotten lane can be collected."""
-    torch.set_num_threads(1)  # per thread: a lane must not take the cores that the step computes on
+def _work(inbox: "queue.SimpleQueue[Callable[[], None] | None]", threads: int) -> None:
+    """A worker thread's life. It refers to its queue only, so that a forgotten lane can be collected.
+
+    It computes on one core: a lane must not take those that the step computes on. torch also notes the
+    number as that of all threads to come, so a thread that ends at once puts back what it was.
+    """
+    torch.get_num_threads()  # a thread's first question sets it up, and would undo what comes next
+    torch.set_num_threads(1)
+    restore = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    restore.start()
+    restore.join()
     while (job := inbox.get()) is not None:
         job()
         del job  # an idle lane keeps nothing of its last job alive
 
+
+EXIT_PATIENCE_S = 10.0
+"""How long the interpreter's exit waits for each lane; whoever owns work that takes longer waits before."""
 
 _lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
 
@@ -149,7 +161,14 @@ def _finish_at_exit() -> None:
     for lane in list(_lanes):
         if lane._thread is not None and lane._inbox is not None and lane._pid == os.getpid():
             lane._inbox.put(None)
-            lane._thread.join(timeout=10.0)
+            lane._thread.join(EXIT_PATIENCE_S)
+            if lane._thread.is_alive():
+                warnings.warn(
+                    f"lane {lane.name!r} was still busy {EXIT_PATIENCE_S:g} s after the end of the program: "
+                    "its work is cut off; close what owns it",
+                    RuntimeWarning,
+                    stacklevel=1,
+                )
 
 
 class Lane:
@@ -207,20 +226,23 @@ class Lane:
 
         Raises:
             RuntimeError: The lane is closed.
+            KeyboardInterrupt: And other errors that are no Exception, from work that ran in this thread.
         """
         if self._closed:
             raise RuntimeError(f"lane {self.name!r} is closed: submit before close()")
         if self._pid != os.getpid():
             self._start_afresh()
         ticket: Ticket[T] = Ticket(self.name)
-        if self.kind == "cuda":
-            self._run_on_stream(_Job(ticket, fn, self._failed), name, bytes)
+        job = _Job(ticket, fn, self._failed)
+        if self.kind == "thread":
+            self._worker_inbox().put(self._timed(job.run, name, bytes))
             return ticket
-        run = self._timed(_Job(ticket, fn, self._failed).run, name, bytes)
-        if self.kind == "inline":
-            run()
+        if self.kind == "cuda":
+            self._run_on_stream(job, name, bytes)
         else:
-            self._worker_inbox().put(run)
+            self._timed(job.run, name, bytes)()
+        if isinstance(ticket.error, BaseException) and not isinstance(ticket.error, Exception):
+            ticket.wait()  # Ctrl-C and the like hit the caller's own thread: they are not the work's to keep
         return ticket
 
     def close(self, timeout: float | None = None) -> None:
@@ -271,7 +293,10 @@ class Lane:
         if self._inbox is None:
             self._inbox = queue.SimpleQueue()
             self._thread = threading.Thread(
-                target=_work, args=(self._inbox,), name=f"overlapkit-{self.name}", daemon=True
+                target=_work,
+                args=(self._inbox, torch.get_num_threads()),
+                name=f"overlapkit-{self.name}",
+                daemon=True,
             )
             weakref.finalize(self, self._inbox.put, None).atexit = False  # a forgotten lane ends its thread
             _lanes.add(self)

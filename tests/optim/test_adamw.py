@@ -2,6 +2,9 @@
 
 import copy
 import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 import overlapkit as ok
 from overlapkit.optim import clip_by_global_norm_, global_norm
 from tests.cuda_fake import fake_cuda, module_on_device, on_device
+from tests.ranks import one_rank_group
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -227,6 +231,83 @@ def test_closure_named_parameters_and_later_groups() -> None:
     assert not torch.equal(before, net[0].weight)
     optimizer.add_param_group({"params": list(net[2].named_parameters()), "lr": 0.5})
     assert set(optimizer.state[net[2].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
+)
+def test_a_copy_goes_on_as_the_original(clone: Callable[[Any], Any]) -> None:
+    net = model()
+    optimizer = ok.AdamW(net.parameters(), max_norm=0.5)
+    gradients(net, 0)
+    optimizer.step()
+    other = clone(optimizer)
+    gradients(net, 1)
+    there = other.param_groups[0]["params"]
+    for p, q in zip(net.parameters(), there, strict=True):
+        q.grad = p.grad.clone()
+    optimizer.step()
+    other.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), there, strict=True))
+    assert torch.equal(optimizer.grad_norm, other.grad_norm)
+    other.load_state_dict(optimizer.state_dict())
+    assert other._step_supports_amp_scaling
+
+
+@pytest.mark.parametrize(
+    "convert", [lambda net: net.double(), lambda net: net.to(memory_format=torch.channels_last)]
+)
+def test_a_model_converted_after_the_optimizer_was_made(convert: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    ours = nn.Conv2d(3, 4, 3)
+    theirs = copy.deepcopy(ours)
+    a, b = ok.AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), foreach=False)
+    convert(ours)
+    convert(theirs)
+    for step in range(3):
+        gradients(ours, step)
+        gradients(theirs, step)
+        a.step()
+        b.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_moments_are_loaded_into_the_layout_of_their_parameter() -> None:
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = ok.AdamW(net.parameters())
+    gradients(net, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = state[key].contiguous()
+    twin = copy.deepcopy(net)
+    other = ok.AdamW(twin.parameters())
+    other.load_state_dict(saved)
+    for which, each in ((net, optimizer), (twin, other)):
+        gradients(which, 1)
+        each.step()
+    assert torch.equal(net.weight, twin.weight)
+
+
+def test_dtensors_and_plain_parameters_in_one_group() -> None:
+    with one_rank_group():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        twin = copy.deepcopy(net)
+        ok.shard(net, ignored=[net[2]])
+        a, b = ok.AdamW(net.parameters(), max_norm=0.1), ok.AdamW(twin.parameters(), max_norm=0.1)
+        for _ in range(2):
+            x = torch.randn(5, 3)
+            for which, optimizer in ((net, a), (twin, b)):
+                which(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+            whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+            torch.testing.assert_close(whole, q)
 
 
 def test_global_norm_of_nothing_and_of_odd_shapes() -> None:

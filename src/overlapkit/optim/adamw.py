@@ -87,6 +87,7 @@ class AdamW(Optimizer):
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
         self._eager = eager_state
+        self._unused: set[Tensor] = set()  # parameters whose state was made ahead and has not been used yet
         self._step_supports_amp_scaling = fused  # torch's GradScaler then leaves unscaling to the kernel
         defaults = {
             "lr": lr,
@@ -130,6 +131,11 @@ class AdamW(Optimizer):
         ]
         rest = state_dict["param_groups"][len(groups) :]  # torch reports the mismatch
         super().load_state_dict({**state_dict, "param_groups": [*groups, *rest]})
+        self._unused.clear()
+        for param, state in self.state.items():
+            for key, moment in state.items():
+                if key != "step":
+                    state[key] = _in_layout_of(param, moment)
         if self._eager:
             for group in self.param_groups:
                 self._make_state(group)
@@ -176,13 +182,19 @@ class AdamW(Optimizer):
         if any(p.grad.is_sparse for p in params):
             raise RuntimeError("AdamW does not support sparse gradients: use torch.optim.SparseAdam")
         for param in params:
-            if not self.state[param]:
-                self.state[param] = _zeros(param, group)
+            self._ready(param, group)
+        # one operator takes no mixture of the two, which shard(ignored=...) leaves behind
+        for sharded in (False, True):
+            part = [p for p in params if hasattr(p, "to_local") is sharded]
+            if part:
+                self._update_alike(part, group)
+
+    def _update_alike(self, params: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[p] for p in params]
         beta1, beta2 = group["betas"]
         adamw(
             params,
-            [_in_layout_of(p, p.grad) for p in params],
+            [_in_layout_of(p, p.grad) for p in params if p.grad is not None],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
@@ -205,6 +217,24 @@ class AdamW(Optimizer):
         for param in group["params"]:
             if param.requires_grad and not param.is_meta and not self.state[param]:
                 self.state[param] = _zeros(param, group)
+                self._unused.add(param)
+
+    def _ready(self, param: Tensor, group: dict[str, Any]) -> None:
+        """Make the state where there is none, or where the model was moved or converted since it was made."""
+        state = self.state[param]
+        if param in self._unused:
+            self._unused.remove(param)
+            moment = state["exp_avg"]
+            if (moment.device, moment.dtype, moment.stride()) != (param.device, param.dtype, param.stride()):
+                state.clear()
+        if not state:
+            state.update(_zeros(param, group))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle keeps; torch's own list leaves out what is ours."""
+        ours = ("max_norm", "grad_norm", "_eager", "_step_supports_amp_scaling")
+        kept = {name: getattr(self, name) for name in ours}
+        return {**super().__getstate__(), **kept, "_unused": set()}
 
 
 def _zeros(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
