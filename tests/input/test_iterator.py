@@ -61,7 +61,7 @@ def test_a_source_is_not_asked_again_after_its_end_or_error() -> None:
     class Once:
         def __init__(self, last: Exception) -> None:
             self.given = [1, 2]
-            self.last: Exception | None = last
+            self.last = last
 
         def __iter__(self) -> "Once":
             return self
@@ -69,16 +69,17 @@ def test_a_source_is_not_asked_again_after_its_end_or_error() -> None:
         def __next__(self) -> int:
             if self.given:
                 return self.given.pop(0)
-            assert self.last is not None, "asked again"
-            last, self.last = self.last, None
-            raise last
+            asked.append(self.last)
+            raise self.last
 
+    asked: list[Exception] = []
     assert list(DeviceLoader(lambda: Once(StopIteration()), "cpu", depth=4)) == [1, 2]
     passing = iter(DeviceLoader(lambda: Once(OSError("gone")), "cpu", depth=4))
     assert [next(passing), next(passing)] == [1, 2]
     with pytest.raises(OSError, match="gone"):
         next(passing)
     assert list(passing) == []
+    assert [type(error) for error in asked] == [StopIteration, OSError]
 
 
 def test_reads_ahead_as_far_as_depth_and_no_further() -> None:
@@ -337,24 +338,46 @@ def test_a_source_that_stays_busy_is_left_behind_with_a_warning(monkeypatch: pyt
 
 
 def test_in_a_forked_child_the_parent_s_pass_is_an_error_and_a_new_one_works() -> None:
-    loader = DeviceLoader(lambda: iter(range(5)), "cpu", depth=1)
+    closed = []
+
+    def source() -> Iterator[int]:
+        try:
+            yield from range(5)
+        finally:
+            closed.append(os.getpid())
+
+    loader = DeviceLoader(source, "cpu", depth=1)
     passing = iter(loader)
     next(passing)
-    passing_in_parent = passing
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            fresh = list(loader)
             passing.close()
-            os.write(write, repr(fresh).encode())
+            os.write(write, repr((closed.copy(), list(loader))).encode())
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    assert os.read(read, 100) == b"[0, 1, 2, 3, 4]"
+    assert os.read(read, 100) == b"([], [0, 1, 2, 3, 4])"
     os.close(read)
     os.close(write)
-    assert list(passing_in_parent) == [1, 2, 3, 4]
+    assert list(passing) == [1, 2, 3, 4]
+    assert closed == [os.getpid()]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_begins_in_the_consumer_s_thread(workers: int) -> None:
+    """Where its random numbers are drawn must not be a race with the training loop."""
+
+    class Watched:
+        def __iter__(self) -> Iterator[int]:
+            began.append(threading.current_thread())
+            yield from range(6)
+
+    began: list[threading.Thread] = []
+    source = DataLoader(Numbers(6), batch_size=2, sampler=Watched(), num_workers=workers)  # type: ignore[arg-type]
+    assert [plain(batch) for batch in DeviceLoader(source, "cpu")] == [[0, 1], [2, 3], [4, 5]]
+    assert began == [threading.main_thread()]
 
 
 def test_the_global_generator_is_drawn_from_as_without_a_loader() -> None:

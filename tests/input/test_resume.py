@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from overlapkit.input import DeviceLoader
 from overlapkit.lane import Lane
@@ -424,3 +424,40 @@ def test_a_device_loader_of_a_device_loader() -> None:
     other.load_state_dict(loader.state_dict())
     assert taken + [plain(batch) for batch in other] == want
     assert generator().initial_seed() == 5
+
+
+def test_leaving_the_rest_of_an_epoch_waits_for_the_reader_that_has_begun_it() -> None:
+    class Slow(Sampler):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            for index in range(20):
+                time.sleep(0.0003)
+                yield 100 * self.epoch + index
+
+        def __len__(self) -> int:
+            return 20
+
+    class Reads(Dataset):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.001)
+            return index
+
+    def make() -> DeviceLoader:
+        return DeviceLoader(DataLoader(Reads(), 2, sampler=Slow()), "cpu", depth=2)
+
+    first = make()
+    passing = iter(first)
+    next(passing)
+    state = first.state_dict()
+    passing.close()
+    for _ in range(10):
+        loader = make()
+        loader.load_state_dict(state)
+        loader.set_epoch(1)
+        with pytest.warns(UserWarning, match="epoch 1 was set"):
+            taken = [index for batch in loader for index in batch.tolist()]
+        assert taken == list(range(100, 120))

@@ -88,6 +88,15 @@ def test_streams_and_host_memory_are_made_once(machine: Machine) -> None:
     assert loader._idle == [mover]
 
 
+def test_a_resume_at_an_epoch_s_end_makes_no_second_ring(machine: Machine) -> None:
+    loader = DeviceLoader(batches(3), "cuda", pin=False)
+    list(loader)
+    (mover,) = loader._idle
+    loader.load_state_dict(loader.state_dict())
+    assert len(list(loader)) == 3
+    assert loader._idle == [mover]
+
+
 def test_two_passes_at_once_have_a_ring_each(machine: Machine) -> None:
     loader = DeviceLoader(batches(), "cuda", pin=False)
     got = [(look(a), look(b)) for a, b in zip(loader, loader, strict=True)]

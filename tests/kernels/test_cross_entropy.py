@@ -210,6 +210,11 @@ def test_any_strides(path: str) -> None:
             check(x.requires_grad_(), target, weight, [grad, grad], reduction="none", return_lse=True)
 
 
+def test_bytes_are_class_indices_too(path: str) -> None:
+    logits, target = torch.randn(6, 9), torch.tensor([0, 8, 3, 3, 1, 7], dtype=torch.uint8)
+    torch.testing.assert_close(kernels.cross_entropy(logits, target), F.cross_entropy(logits, target))
+
+
 def test_class_probabilities_are_left_to_torch(path: str) -> None:
     x, soft = torch.randn(4, 9), torch.rand(4, 9).softmax(-1)
     assert torch.equal(kernels.cross_entropy(x, soft), F.cross_entropy(x, soft))

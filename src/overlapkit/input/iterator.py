@@ -136,6 +136,9 @@ class BatchIterator:
 
     def _start_afresh(self) -> None:
         self._resumed = False
+        self._reader.stopped = True
+        for ticket in self._tickets:
+            ticket.settle()  # the reader must be out of the source before it is let go of
         try:
             self._on_closed(self._reader)
             self._reader.cursor.close(0, self._depth)

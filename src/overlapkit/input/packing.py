@@ -33,9 +33,9 @@ class _Place:
     stride: tuple[int, ...]
     at: int
 
-    def view(self, packed: torch.Tensor) -> torch.Tensor:
-        offset = self.at // self.dtype.itemsize
-        return torch.as_strided(packed.view(self.dtype), self.shape, self.stride, offset)
+    def view(self, typed: torch.Tensor) -> torch.Tensor:
+        """The tensor, in the packed bytes seen as its dtype."""
+        return torch.as_strided(typed, self.shape, self.stride, self.at // self.dtype.itemsize)
 
 
 @dataclass(slots=True)
@@ -81,7 +81,6 @@ class Packing:
         for extents in storages.values():
             for group in _overlapping(extents):
                 self._add(group)
-        self.nbytes = self.nbytes or ALIGNMENT  # tensors without elements stand somewhere too
 
     def fill(self, packed: torch.Tensor) -> None:
         """Copy the tensors in. `packed` is uint8 of shape (nbytes,), on the host."""
@@ -89,11 +88,13 @@ class Packing:
             if piece.place is None:
                 packed[piece.at : piece.at + piece.source.numel()].copy_(piece.source)
             else:
-                piece.place.view(packed).copy_(piece.source)
+                piece.place.view(packed.view(piece.place.dtype)).copy_(piece.source)
 
     def views(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in the order given, as views of `packed`: uint8 of shape (nbytes,), anywhere."""
-        return [self._places[index].view(packed) for index in range(len(self._places))]
+        places = [self._places[index] for index in range(len(self._places))]
+        typed = {dtype: packed.view(dtype) for dtype in {place.dtype for place in places}}
+        return [place.view(typed[place.dtype]) for place in places]
 
     def _add(self, group: list[_Extent]) -> None:
         """Place tensors that overlap: as one range of bytes, or one by one where that has more holes."""
@@ -129,6 +130,8 @@ def _extent(index: int, tensor: torch.Tensor) -> _Extent:
     start = int(tensor.storage_offset()) * size
     if count == 0:
         return _Extent(index, tensor, start, start, 0)
+    if tensor.is_contiguous():
+        return _Extent(index, tensor, start, start + count * size, count * size)
     last = sum((n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return _Extent(index, tensor, start, start + (last + 1) * size, count * size)
 

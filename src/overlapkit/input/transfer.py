@@ -6,7 +6,6 @@ no memory is held back for another stream.
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -61,9 +60,8 @@ class Arrival:
 
     def __del__(self) -> None:
         if self._ticket is not None and not sys.is_finalizing():
-            # where the copy itself failed there is nothing to order
-            with suppress(Exception), torch.cuda.stream(self._stream):
-                self._ticket.order()
+            with torch.cuda.stream(self._stream):
+                self._ticket.fence()
 
 
 class Mover:

@@ -40,7 +40,7 @@ def cross_entropy(
 
     Args:
         logits: (V,), (N, V) or (N, V, ...), floating point, any strides. V last is read without a copy.
-        target: (), (N,) or (N, ...), int64, any strides.
+        target: (), (N,) or (N, ...), int64 or uint8, any strides.
         weight: (V,), the weight of each class, or None for 1. Not differentiable.
         ignore_index: A target that counts for nothing.
         reduction: "mean" (over the weights of the targets that are not ignored), "sum" or "none".
@@ -70,6 +70,8 @@ def cross_entropy(
         return F.cross_entropy(
             x, target.to(x.dtype), weight, reduction=reduction, label_smoothing=label_smoothing
         )
+    if isinstance(target, Tensor) and target.dtype == torch.uint8:
+        target = target.long()  # torch takes bytes for class indices, too
     _check_target(logits, target)
     in_triton = through_triton(logits)
     if not (in_triton or z_loss or softcap is not None or return_lse):
