@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from curve import draw_losses
 from gpt import GPT, plain_swiglu
+from options import arguments
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from text import Windows, entropies, inputs_and_targets, standard_library
@@ -35,34 +36,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import overlapkit as ok
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Train a small GPT on the Python standard library.")
-    parser.add_argument("--baseline", action="store_true", help="plain PyTorch parts")
-    parser.add_argument("--ddp", action="store_true", help="replicate instead of shard, under torchrun")
-    parser.add_argument("--tied", action="store_true", help="the head shares the embedding's weight")
-    parser.add_argument("--steps", type=int, default=300, help="length of the schedule (300)")
-    parser.add_argument("--stop-at", type=int, help="leave at this step, as if interrupted")
-    parser.add_argument("--batch", type=int, default=16, help="windows a step over all ranks (16)")
-    parser.add_argument("--window", type=int, default=256, help="bytes a window (256)")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=int, default=100)
-    parser.add_argument("--eval-batches", type=int, default=20, help="0 leaves the evaluation out")
-    parser.add_argument("--device", help="cpu or cuda; by default the GPU where there is one")
-    parser.add_argument("--out", type=Path, help="default runs/gpt, or runs/gpt-baseline")
-    return parser.parse_args()
-
-
 def main() -> None:
     """One training run."""
     args = arguments()
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = args.device
     if "RANK" in os.environ:
         if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(args, device)
@@ -73,17 +52,22 @@ def main() -> None:
 def train(args: argparse.Namespace, device: torch.device) -> None:
     """The loop, and the swaps."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    out = args.out or Path("runs/gpt-baseline" if args.baseline else "runs/gpt")
+    out: Path = args.out
     console = Console(quiet=rank > 0)
     torch.manual_seed(args.seed)
 
     text, held_out = standard_library()
     unigram, bigram = entropies(held_out)
+    text = text[: args.bytes]
     console.print(f"{len(text):,} bytes of Python to train on, {len(held_out):,} held out, of which")
     console.print(f"a unigram table explains all but {unigram:.2f} nats a byte, a bigram table {bigram:.2f}")
 
     def batches(text: Tensor) -> DataLoader:
         windows: Dataset = Windows(text, args.window)
+        if len(windows) < args.batch:
+            raise SystemExit(
+                f"--window {args.window}, --batch {args.batch}: {len(text):,} bytes make no batch"
+            )
         sampler = DistributedSampler(windows, world, rank, seed=args.seed, drop_last=True)
         return DataLoader(windows, args.batch // world, sampler=sampler, drop_last=True)
 
@@ -164,6 +148,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if find_spec("matplotlib"):
             report.plot(out / "lanes.png")
             draw_losses(result, out / "loss.png")
+        else:
+            print("no pictures: pip install 'overlapkit[viz]'")
         print("see", *(str(path) for path in sorted(out.iterdir()) if path.is_file()))
 
 
@@ -187,11 +173,13 @@ def evaluate(model: torch.nn.Module, batches: Iterable[Tensor], device: torch.de
 
 
 def status(loss: float, meter: ok.StepMeter, world: int) -> str:
-    """The progress bar's text."""
-    if meter.last is None:
-        return f"loss {loss:.3f}"
-    speed, exposed = world * (meter.last.tokens_per_s or 0), meter.last.exposed_share or 0
-    return f"loss {loss:.3f}  {speed:,.0f} tokens/s  exposed {exposed:.1%}"
+    """The progress bar's text; what has not been measured is left out."""
+    words = [f"loss {loss:.3f}"]
+    if meter.last is not None and meter.last.tokens_per_s is not None:
+        words.append(f"{world * meter.last.tokens_per_s:,.0f} tokens/s")
+    if meter.last is not None and meter.last.exposed_share is not None:
+        words.append(f"exposed {meter.last.exposed_share:.1%}")
+    return "  ".join(words)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,39 @@ def test_the_ways_to_run_it_agree_within_rounding_and_learn(whole: dict[str, Any
     assert alone[-1] < alone[0] - 0.4
 
 
+def test_resuming_across_the_end_of_an_epoch(tmp_path: Path) -> None:
+    how, short = "one process", ["--bytes", "1800"]  # 7 batches of 8 windows: 20 steps are nearly 3 epochs
+    unbroken, _ = run(how, tmp_path / "whole", *short)
+    for stop in ("7", "12"):  # at an epoch's end, and in the one after it
+        run(how, tmp_path / "parts", *short, "--stop-at", stop)
+    resumed, _ = run(how, tmp_path / "parts", *short)
+    assert resumed["losses"] == unbroken["losses"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--device", "bogus"], "--device='bogus' names no device"),
+        (["--save-every", "0"], "argument --save-every: invalid positive value: '0'"),
+        (["--ddp"], "--ddp needs ranks: torchrun"),
+        (["--width", "30"], "--width 30: give a multiple of 8"),
+        (["--bytes", "100"], "100 bytes make no batch"),
+        (["--baseline", "--bytes", "100"], "100 bytes make no batch"),
+    ],
+)
+def test_bad_options_are_one_line_before_any_step(options: list[str], words: str, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        command("one process", tmp_path, *options),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=100,
+    )
+    assert ran.returncode != 0
+    assert words in ran.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_run_goes_on_from_its_last_checkpoint(whole: dict[str, Any], tmp_path: Path) -> None:
     running = subprocess.Popen(
         command("one process", tmp_path, "--save-every", "2"),

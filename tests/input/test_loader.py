@@ -16,6 +16,7 @@ from tests.input.sources import ByEpoch, Numbers, Stream, in_order, plain
         ({"depth": True}, ValueError, "depth=True"),
         ({"depth": 1.5}, ValueError, "depth=1.5"),
         ({"pin": "yes"}, ValueError, "pin='yes'"),
+        ({"pin": torch.ones(2)}, ValueError, "pin=tensor"),
         ({"transform": 3}, TypeError, "transform=3"),
         ({"uneven": "skip"}, ValueError, "uneven='skip'"),
         ({"uneven": "drop"}, NotImplementedError, "uneven='drop'"),
@@ -29,6 +30,17 @@ from tests.input.sources import ByEpoch, Numbers, Stream, in_order, plain
 def test_bad_arguments_are_named(options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         DeviceLoader([1], **options)
+
+
+def test_a_module_is_no_source() -> None:
+    with pytest.raises(TypeError, match="source is a Linear"):
+        DeviceLoader(torch.nn.Linear(1, 1), "cpu")
+
+
+def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="WORLD_SIZE=2.*init_process_group"):
+        DeviceLoader([1], "cpu")
 
 
 def test_it_is_the_public_name() -> None:

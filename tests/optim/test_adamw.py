@@ -322,6 +322,11 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
     cases = {
         "params is empty": lambda: ok.AdamW([]),
+        "params is empty: give": lambda: ok.AdamW([{"params": []}]),
+        "group with max_norm=1": lambda: ok.AdamW([{"params": net.parameters(), "max_norm": 1}]),
+        "for CUDA graphs": lambda: ok.AdamW(net.parameters(), capturable=True),
+        "betas=0.9": lambda: ok.AdamW(net.parameters(), betas=0.9),
+        "two decay rates": lambda: ok.AdamW(net.parameters(), betas=(0.9, 0.99, 0.999)),
         "lr=-1": lambda: ok.AdamW(net.parameters(), lr=-1),
         "eps=-1": lambda: ok.AdamW(net.parameters(), eps=-1),
         "eps=nan": lambda: ok.AdamW(net.parameters(), eps=float("nan")),
@@ -338,8 +343,28 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     for message, build in cases.items():
         with pytest.raises(ValueError, match=message):
             build()
-    with pytest.raises(TypeError, match="one tensor"):
-        ok.AdamW(net.scalar)
+    wrong = {
+        "params is a Parameter": lambda: ok.AdamW(net.scalar),
+        "params is a Sequential": lambda: ok.AdamW(net),
+        "params is a int": lambda: ok.AdamW(5),
+        "with 'params'": lambda: ok.AdamW([{}]),
+        "lr='x'": lambda: ok.AdamW(net.parameters(), lr="x"),
+        "eps=None": lambda: ok.AdamW(net.parameters(), eps=None),
+        "weight_decay=True": lambda: ok.AdamW(net.parameters(), weight_decay=True),
+        "max_norm='1'": lambda: ok.AdamW(net.parameters(), max_norm="1"),
+        "amsgrad='x'": lambda: ok.AdamW(net.parameters(), amsgrad="x"),
+        "foreach='x'": lambda: ok.AdamW(net.parameters(), foreach="x"),
+        "lr='y'": lambda: ok.AdamW([{"params": net.parameters(), "lr": "y"}]),
+    }
+    for message, build in wrong.items():
+        with pytest.raises(TypeError, match=message):
+            build()
+    optimizer = ok.AdamW(net[0].parameters())
+    with pytest.raises(ValueError, match="eps=-2"):
+        optimizer.add_param_group({"params": net[2].parameters(), "eps": -2})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match="'param_groups'"):
+        optimizer.load_state_dict({})
     for missing in ({"precision": "bf16_sr"}, {"moments": "int8"}):
         with pytest.raises(NotImplementedError, match="not available yet"):
             ok.AdamW(net.parameters(), **missing)

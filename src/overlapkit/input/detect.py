@@ -52,7 +52,7 @@ def known_length(source: Any) -> int | None:
 
 def _refuse(source: Any) -> None:
     """Reject what is often passed by mistake, and would end in an error far from here."""
-    if isinstance(source, str | bytes | Mapping | torch.Tensor):
+    if isinstance(source, str | bytes | Mapping | torch.Tensor | torch.nn.Module):
         raise TypeError(
             f"source is a {type(source).__name__}: give a re-iterable of batches, such as a DataLoader, "
             "a list of batches or a function that returns an iterator"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from overlapkit.device import as_device
+from overlapkit.device import as_device, rank_and_world
 from overlapkit.input.detect import open_source
 from overlapkit.input.iterator import BatchIterator
 from overlapkit.input.position import Position
@@ -60,6 +60,7 @@ class DeviceLoader:
     Raises:
         TypeError: `source` is no re-iterable of batches.
         ValueError: `source` is empty, or an argument is out of range.
+        RuntimeError: WORLD_SIZE is set but there is no process group: every rank would read the same.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class DeviceLoader:
         uneven: Literal["error", "drop", "join"] = "error",
     ) -> None:
         _check(depth, pin, reuse_buffers, transform, uneven)
+        rank_and_world()
         self._source = open_source(source)
         self._device = as_device(device)
         on_gpu = self._device.type == "cuda"
@@ -247,7 +249,7 @@ class DeviceLoader:
 def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any) -> None:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"depth={depth!r}: the number of batches read ahead is an integer of at least 1")
-    if pin not in (None, True, False):
+    if pin is not None and not isinstance(pin, bool):
         raise ValueError(f"pin={pin!r}: use True, False, or None to page-lock where the device is a GPU")
     if transform is not None and not callable(transform):
         raise TypeError(f"transform={transform!r} is not callable: give a function of one batch, or None")

@@ -75,7 +75,8 @@ def _row(lane: str, traces: Sequence[Trace], spans: Sequence[Span]) -> list[tupl
 def _bars(axes: Any, row: int, parts: Sequence[Interval], zero: int, kind: str) -> None:
     bars = [((start - zero) / 1e6, (end - start) / 1e6) for start, end in parts]
     height = 0.3 if kind == "beside the step" else 0.7
-    axes.broken_barh(bars, (row - height / 2, height), facecolors=_COLORS[kind], edgecolor="none")
+    color = _COLORS[kind]  # of the edge, too: a bar is seen however short it is
+    axes.broken_barh(bars, (row - height / 2, height), facecolors=color, edgecolor=color, linewidth=0.8)
 
 
 def _frame(axes: Any, traces: Sequence[Trace], start: int, end: int) -> None:

@@ -4,7 +4,7 @@ The update is Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (2019
 fused kernel on CPU and CUDA; state_dicts are interchangeable with torch.optim.AdamW both ways.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import torch
@@ -13,10 +13,9 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from overlapkit.device import rank_and_world
+from overlapkit.optim.arguments import check_group, check_options
 from overlapkit.optim.clip import clip_by_global_norm_, global_norm
 
-_PRECISIONS = (None, "fp32", "bf16_sr", "bf16_kahan", "bf16_master")
-_MOMENTS = ("fp32", "bf16", "int8")
 _HOW = ("foreach", "fused", "capturable")  # how this process computes: never taken from a checkpoint
 
 
@@ -75,13 +74,14 @@ class AdamW(Optimizer):
         fused: bool | None = None,
         differentiable: bool = False,
     ) -> None:
-        _check_numbers(lr, betas, eps, weight_decay, max_norm)
-        _check_options(precision, moments, foreach, fused, differentiable)
+        check_options(max_norm, precision, moments, foreach, fused, differentiable)
         rank_and_world()
-        if isinstance(params, Tensor):
-            raise TypeError("params is one tensor: give an iterable of parameters, e.g. model.parameters()")
+        if isinstance(params, Tensor | torch.nn.Module) or not isinstance(params, Iterable):
+            raise TypeError(f"params is a {type(params).__name__}: give parameters, e.g. model.parameters()")
         listed: Any = list(params)
-        if not listed:
+        if not any(
+            entry["params"] if isinstance(entry, dict) and "params" in entry else True for entry in listed
+        ):
             raise ValueError("params is empty: give model.parameters() of a model that has some")
         fused = not foreach if fused is None else fused
         self.max_norm = max_norm
@@ -109,21 +109,31 @@ class AdamW(Optimizer):
 
         Raises:
             NotImplementedError: A parameter is bf16 or fp16.
-            ValueError: A parameter is not floating point.
+            ValueError: A parameter is not floating point, or an option of the group is out of range.
+            TypeError: It is no dict with "params", or an option is of the wrong type.
         """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"params has a group {param_group!r}: give a dict with 'params'")
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for param in group["params"]:
-            _check_param(param)
+        try:
+            check_group(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()  # a refused group leaves the optimizer as it was
+            raise
         if self._eager:
-            self._make_state(group)
+            self._make_state(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or torch.optim.AdamW (plain, foreach or fused) saved.
 
         How the update is computed (foreach, fused, capturable) stays as this optimizer was built;
         parameters without saved state start from zero.
+
+        Raises:
+            ValueError: It is not an optimizer's state, or its groups do not fit.
         """
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError("state_dict has no 'state' and 'param_groups': give what state_dict() returned")
         own = self.param_groups
         groups = [
             {**saved, **{key: group[key] for key in _HOW}}
@@ -255,55 +265,3 @@ def _in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == param.stride():
         return grad
     return torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
-
-
-def _check_param(param: Tensor) -> None:
-    if param.dtype in (torch.bfloat16, torch.float16):
-        raise NotImplementedError(
-            f"params holds a {param.dtype} parameter of shape {tuple(param.shape)}: half precision needs "
-            "an fp32 master copy, which is not available yet; keep fp32 parameters and compute in bf16 "
-            "through shard(mp_policy='bf16') or torch.autocast"
-        )
-    if not param.is_floating_point():
-        raise ValueError(
-            f"params holds a {param.dtype} parameter of shape {tuple(param.shape)}: AdamW updates real "
-            "floating point parameters; view complex ones as real (torch.view_as_real)"
-        )
-
-
-def _check_numbers(
-    lr: float | Tensor,
-    betas: tuple[float | Tensor, float | Tensor],
-    eps: float,
-    weight_decay: float,
-    max_norm: float | None,
-) -> None:
-    for name, tensor in (("lr", lr), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
-        if isinstance(tensor, Tensor) and tensor.numel() != 1:
-            raise ValueError(f"{name} is a tensor of {tensor.numel()} elements: use a float or one element")
-    floor = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    for name, value in floor.items():
-        if not value >= 0:
-            raise ValueError(f"{name}={value!r} must be at least 0")
-    for index, beta in enumerate(betas):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{index}]={beta!r} must be in [0, 1)")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm!r} must be above 0, or None not to clip")
-
-
-def _check_options(
-    precision: str | None, moments: str, foreach: bool | None, fused: bool | None, differentiable: bool
-) -> None:
-    if precision not in _PRECISIONS:
-        raise ValueError(f"precision={precision!r}: choose one of {_PRECISIONS}")
-    if moments not in _MOMENTS:
-        raise ValueError(f"moments={moments!r}: choose one of {_MOMENTS}")
-    if precision not in (None, "fp32"):
-        raise NotImplementedError(f"precision={precision!r} is not available yet; use None or 'fp32'")
-    if moments != "fp32":
-        raise NotImplementedError(f"moments={moments!r} is not available yet; use 'fp32'")
-    if differentiable:
-        raise ValueError("differentiable=True: the update is a fused kernel; use torch.optim.AdamW for it")
-    if foreach and fused:
-        raise ValueError("foreach=True and fused=True exclude each other: leave both at None")
