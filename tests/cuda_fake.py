@@ -65,6 +65,7 @@ class FakeCuda:
         self.copies: list[tuple[int, bool]] = []
         self.syncs = 0
         self.pinned: dict[int, int] = {}
+        self.lent: dict[int, int] = {}  # where such memory begins, and its key in `memories`
         self.latency_s = 0.002
         self.host: Clock = {"host": 0}
         self.memories: dict[int, Memory] = {}
@@ -381,12 +382,18 @@ def fake_cuda() -> Iterator[FakeCuda]:
         return 0
 
     def unregister(pointer: int) -> int:
+        """The memory goes back to the system, which may hand it out at once: as if the host wrote it."""
         del machine.pinned[pointer]
+        memory = machine.memories.pop(machine.lent.pop(pointer, 0), None)
+        if memory is not None and FakeCuda.current is machine:
+            machine.access("host", machine.host, memory, write=True)
         return 0
 
     def take(ring: PinnedRing, nbytes: int) -> Any:
         buffer = plain_take(ring, nbytes)
-        machine.access("host", machine.host, machine.memory_of(buffer.bytes(1)), write=True)
+        whole = buffer.bytes(1)
+        machine.lent[whole.data_ptr()] = whole.untyped_storage()._cdata
+        machine.access("host", machine.host, machine.memory_of(whole), write=True)
         return buffer  # which its borrower may write at once
 
     plain_to, plain_take = torch.Tensor.to, PinnedRing.take

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from overlapkit.lane import Lane, Ticket
+from overlapkit.pinned import PinnedRing
 from overlapkit.span import SpanLog
 from tests.cuda_fake import CUDA, fake_cuda
 
@@ -366,6 +367,20 @@ def test_a_cuda_span_is_resolved_later_and_never_waits() -> None:
         assert span.end - span.start >= 2_000_000
         assert before - 1_000_000 <= span.start <= time.perf_counter_ns()
         lane.close()
+
+
+def test_closing_a_cuda_lane_waits_for_all_that_it_was_given() -> None:
+    with fake_cuda() as machine:
+        lane, ring = Lane("copy", CUDA), PinnedRing(1, pin=True)
+        target = torch.empty(4, dtype=torch.uint8, device=CUDA)
+        buffer = ring.take(4)
+        lane.submit(lambda: target.copy_(buffer.bytes(4), non_blocking=True))
+        buffer.give_back()  # with no ticket: only the lane knows of the copy
+        assert machine.syncs == 0
+        lane.close()
+        ring.take(4).give_back()  # filled again
+        assert machine.faults == []
+        ring.close()
 
 
 @pytest.mark.gpu

@@ -1,6 +1,8 @@
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +125,30 @@ def test_as_rows_is_a_view_wherever_strides_allow() -> None:
         assert torch.equal(rows, tensor.reshape(-1, tensor.shape[-1]))
     assert launch.as_rows(torch.ones(3, 0)).shape == (3, 0)
     assert launch.as_rows(torch.ones(0, 2, 5)).shape == (0, 5)
+
+
+def test_a_launch_runs_on_the_device_of_its_first_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["cuda:0"]
+    seen: list[tuple[tuple[int], str, tuple[Any, ...], dict[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def device(name: str) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *args, **options: seen.append((grid, current[-1], args, options))
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(launch, "_interpret", False)
+    kernel = launch.kernel(lambda: None)
+    kernel.__dict__["compiled"] = Compiled()
+    x = SimpleNamespace(device="cuda:1")
+    kernel.launch(3, x, 7, warps=4, BLOCK=8)
+    assert seen == [((3,), "cuda:1", (x, 7), {"num_warps": 4, "BLOCK": 8})]
+    assert current == ["cuda:0"]
 
 
 def test_nothing_is_launched_for_zero_programs() -> None:

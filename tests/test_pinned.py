@@ -103,6 +103,26 @@ def test_memory_that_cannot_be_locked_is_one_clear_error() -> None:
                 PinnedRing(1, pin=True).take(1)
 
 
+def close_under_a_copy(after: bool) -> list[str]:
+    with fake_cuda() as machine:
+        lane, ring = Lane("copy", CUDA), PinnedRing(1, pin=True)
+        target = torch.empty(4, dtype=torch.uint8, device=CUDA)
+        buffer = ring.take(4)
+        ticket = lane.submit(lambda: target.copy_(buffer.bytes(4), non_blocking=True))
+        buffer.give_back(ticket if after else None)
+        ring.close()
+        gc.collect()
+        assert not machine.pinned
+        faults = list(machine.faults)
+        lane.close()
+        return faults
+
+
+def test_close_waits_for_the_last_uses_before_it_frees() -> None:
+    assert close_under_a_copy(after=True) == []
+    assert any("host" in fault for fault in close_under_a_copy(after=False))
+
+
 def refill(after: bool) -> list[str]:
     with fake_cuda() as machine:
         lane, ring = Lane("copy", CUDA), PinnedRing(1, pin=True)

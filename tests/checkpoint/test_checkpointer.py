@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,6 +141,26 @@ def test_a_failed_copy_fails_the_save_and_not_the_step(tmp_path, monkeypatch):
             save.wait()
     checkpointer.save(2, state, block=True)
     assert checkpointer.steps() == [2]
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("end", ["step", "seal after release"])
+def test_a_step_beside_the_end_of_a_failed_copy_does_not_fail(tmp_path, monkeypatch, end):
+    """The pre-hook may reach the staging when the save has just released it, never sealed."""
+    state = {"model": nn.Linear(3, 3)}
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters())
+    checkpointer = Checkpointer(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("overlapkit.pinned.PinnedRing.take", lambda self, nbytes: 1 / 0)
+        save = checkpointer.save(1, state)
+        with pytest.raises(ZeroDivisionError):
+            save.wait()
+    checkpointer.wait()
+    if end == "step":
+        checkpointer._stager._active.append(save._staging)  # where the hook's copy of the list still has it
+        state["optimizer"].step()
+    else:
+        save._staging.seal()
     checkpointer.close()
 
 
@@ -405,6 +426,102 @@ def test_every_optimizer_resumes(tmp_path, kind, options):
         checkpointer.restore(other)
     assert [step(other) for _ in range(3)] == after
     assert torch.equal(other["model"].weight, state["model"].weight)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("layout", ["channels_last", "transposed"])
+def test_moments_keep_their_parameters_strides(tmp_path, layout, fused):
+    """torch's fused step walks parameter and moments as flat memory."""
+
+    def made():
+        torch.manual_seed(3)
+        if layout == "channels_last":
+            model = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        else:
+            model = nn.Linear(7, 4)
+            model.weight = nn.Parameter(model.weight.detach().t().contiguous().t())
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)}
+
+    x = torch.randn((2, 3, 6, 6) if layout == "channels_last" else (2, 7))
+
+    def train(state):
+        for _ in range(3):
+            state["optimizer"].zero_grad()
+            state["model"](x).square().mean().backward()
+            state["optimizer"].step()
+
+    unbroken, other = made(), made()
+    train(unbroken)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, unbroken, block=True)
+        checkpointer.restore(other)
+    moments = other["optimizer"].state[other["model"].weight]
+    assert moments["exp_avg"].stride() == other["model"].weight.stride()
+    train(unbroken)
+    train(other)
+    for one, same in zip(unbroken["model"].parameters(), other["model"].parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
+def test_every_restored_tensor_has_memory_of_its_own(tmp_path):
+    """The next save overwrites the memory that a restore was read into."""
+
+    class Keeper:
+        def __init__(self, value):
+            self.value = torch.full((500,), value)
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    class Extra(nn.Linear):
+        scale = torch.zeros(9)
+
+        def get_extra_state(self):
+            return {"scale": self.scale}
+
+        def set_extra_state(self, state):
+            self.scale = state["scale"]
+
+    def made(value):
+        model = Extra(3, 2000)
+        model.scale = torch.full((9,), value)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(value), momentum=0.9)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "object": Keeper(value),
+            "value": [Keeper(value).value],
+        }
+
+    state, other = made(1.0), made(2.0)
+    state["model"](torch.ones(1, 3)).sum().backward()
+    state["optimizer"].step()
+    other["value"] = None  # a new tensor is made
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        checkpointer.restore(other)
+        for ring in checkpointer._stager._rings:
+            for slot in ring._slots:
+                slot._memory.fill_(0)
+    assert other["object"].value.eq(1).all()
+    assert other["model"].scale.eq(1).all()
+    assert other["value"][0].eq(1).all()
+    assert other["optimizer"].param_groups[0]["lr"] == 1
+    assert other["optimizer"].state[other["model"].weight]["momentum_buffer"].eq(1).all()
+
+
+def test_a_default_device_changes_nothing(tmp_path):
+    other, state = build(seed=4), build()
+    train_step(state)
+    before = snapshot(state)
+    with torch.device("meta"), Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        checkpointer.verify(1)
+        checkpointer.restore(other)
+    assert_same(snapshot(other), before)
 
 
 SCHEDULERS = {
@@ -707,6 +824,7 @@ def test_the_spans_tell_exposed_from_hidden(tmp_path, monkeypatch):
         ({"in_flight": None}, ValueError, "in_flight=None"),
         ({"stage": "later"}, ValueError, "stage='later'"),
         ({"timeout": 0}, ValueError, "timeout=0"),
+        ({"timeout": True}, ValueError, "timeout=True"),
         ({"timeout": float("nan")}, ValueError, "timeout=nan"),
     ],
 )
@@ -721,12 +839,19 @@ def test_wrong_directories_are_refused(tmp_path, monkeypatch):
     for path in ("file", "file/inside"):
         with pytest.raises(ValueError, match="is a file"):
             Checkpointer(tmp_path / path)
-    with pytest.raises(NotImplementedError, match="object stores"):
-        Checkpointer("s3://bucket/run")
+    for url in ("s3://bucket/run", Path("gs://bucket/run")):
+        with pytest.raises(NotImplementedError, match="object stores"):
+            Checkpointer(url)
+    for nowhere in ("", "a\0b"):
+        with pytest.raises(ValueError, match="is no path"):
+            Checkpointer(nowhere)
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match="gone', which does not exist"):
+        Checkpointer(tmp_path / "dangling")
     with pytest.raises(TypeError, match="directory=3"):
         Checkpointer(3)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(PermissionError, match="cannot be written to"):
+    with pytest.raises(PermissionError, match="cannot be read and written to"):
         Checkpointer(tmp_path / "dir")
 
 
@@ -762,6 +887,11 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path, step, state, error, m
 def test_metrics_must_be_numbers(tmp_path):
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(TypeError, match=r"'loss'.*\.item\(\)"):
         checkpointer.save(1, {"x": 1}, metrics={"loss": torch.tensor(1.0)})
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(TypeError, match="metrics=5"):
+            checkpointer.save(1, {"x": 1}, metrics=5)
+        with pytest.raises(TypeError, match="only=5"):
+            checkpointer.restore({"x": 1}, only=5)
 
 
 def test_a_closed_checkpointer_refuses(tmp_path):
@@ -772,6 +902,73 @@ def test_a_closed_checkpointer_refuses(tmp_path):
     with pytest.raises(RuntimeError, match="closed"):
         checkpointer.save(2, {"x": 1})
     assert files(tmp_path) == ["step-1"]
+
+
+def test_an_interrupted_close_goes_on_at_the_next_call(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"x": 1})
+    with monkeypatch.context() as patch:
+
+        def interrupt(self):
+            raise KeyboardInterrupt
+
+        patch.setattr("overlapkit.checkpoint.save.Unfinished.settle", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        checkpointer.save(2, {"x": 1})
+    checkpointer.close()
+    assert files(tmp_path) == ["step-1"]  # and no lock
+
+
+@pytest.mark.parametrize("stage", ["late", "now"])
+@pytest.mark.parametrize(
+    "where", ["overlapkit.checkpoint.rng.capture", "overlapkit.checkpoint.checkpointer.Job"]
+)
+def test_an_interrupt_inside_save_leaves_the_next_one_clean(tmp_path, monkeypatch, where, stage):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    state = build()
+    train_step(state)
+    with Checkpointer(tmp_path, stage=stage) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, state)
+        train_step(state)
+        checkpointer.save(2, state)
+        checkpointer.wait()
+        assert checkpointer.steps() == [2]
+        assert checkpointer._stager._active == []
+
+
+AT_EXIT = """
+import sys, time, torch, overlapkit.lane as lane
+from overlapkit.checkpoint import Checkpointer
+from overlapkit.checkpoint.disk import Disk
+
+class Slow(Disk):
+    def sync(self, fd):
+        time.sleep(0.3)
+        if sys.argv[2] == "full":
+            raise OSError(28, "No space left on device")
+        super().sync(fd)
+
+join = lane.threading.Thread.join
+lane.threading.Thread.join = lambda self, timeout=None: join(self, timeout and 0.01)  # 10 s are 0.01 s
+Checkpointer._disk = Slow()
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, {"x": torch.ones(3)})
+"""
+
+
+@pytest.mark.parametrize("disk", ["slow", "full"])
+def test_a_slow_save_at_exit_is_finished_or_its_loss_reported(tmp_path, disk):
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path), disk]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert ("No space left on device" in done.stderr) == (disk == "full")
+    assert files(tmp_path) == (["step-1"] if disk == "slow" else [])
 
 
 def test_a_forgotten_checkpointer_leaves_no_thread_hook_or_lock(tmp_path):

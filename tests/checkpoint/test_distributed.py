@@ -207,6 +207,26 @@ def test_late_staging_of_shards_keeps_the_values_at_the_save(tmp_path):
     run_ranks(2, run)
 
 
+@pytest.mark.parametrize("changed", ["parameter", "local part of a moment"])
+def test_a_shard_changed_by_hand_fails_the_save(tmp_path, changed):
+    """A DTensor counts its changes itself: the counter of its local part stays where it is."""
+
+    def run(rank):
+        Lane.delay_s = 0.2
+        state = sharded()
+        step(state)
+        with Checkpointer(tmp_path) as checkpointer:
+            save = checkpointer.save(1, state)
+            with torch.no_grad():
+                weight = state["model"][0].weight
+                moment = state["optimizer"].state[weight]["exp_avg"]
+                (weight if changed == "parameter" else moment.to_local()).mul_(2)
+            with pytest.raises(RuntimeError, match="changed outside of optimizer.step"):
+                save.wait()
+
+    run_ranks(2, run)
+
+
 class Full(Disk):
     """A disk that is full on one rank, once."""
 
@@ -300,6 +320,53 @@ def test_a_late_rank_finds_that_the_save_is_over_and_the_next_one_is_clean(tmp_p
     assert run_ranks(2, run) == [[2], [2]]
 
 
+def test_a_late_rank_leaves_neither_files_nor_keys(tmp_path):
+    def run(rank):
+        store = dist.distributed_c10d._get_default_store()
+        with Checkpointer(tmp_path, timeout=0.5) as checkpointer:
+            sizes = []
+            for at in range(0, 6, 2):
+                checkpointer._quorum.timeout = 0.5
+                time.sleep(1.0 * rank)
+                with pytest.raises(RankFailed, match="did not report within 0.5 s"):
+                    checkpointer.save(at, {"x": torch.ones(3)}).wait()
+                dist.barrier()
+                left = [path.name for path in tmp_path.glob(".tmp-*")]
+                dist.barrier()
+                checkpointer._quorum.timeout = 20
+                checkpointer.save(at + 1, {"x": torch.ones(3)}, block=True)
+                dist.barrier()
+                sizes.append(store.num_keys())
+                dist.barrier()
+        return sizes, left
+
+    (sizes, left), (_, left_there) = run_ranks(2, run)
+    assert left == left_there == []
+    assert sizes[0] == sizes[-1]
+
+
+def test_files_that_rank_0_may_yet_commit_stay(tmp_path):
+    class SlowCommit(Disk):
+        def rename(self, old, new):
+            time.sleep(1.0)
+            super().rename(old, new)
+
+    def run(rank):
+        Checkpointer._disk = SlowCommit()
+        with Checkpointer(tmp_path, timeout=20) as checkpointer:
+            checkpointer._quorum.timeout = 20 if rank == 0 else 0.5
+            save = checkpointer.save(1, {"x": torch.full((3,), float(rank))})
+            if rank == 0:
+                save.wait()
+            else:
+                with pytest.raises(RankFailed, match="no verdict"):
+                    save.wait()
+            dist.barrier()
+            checkpointer.verify(1)
+
+    run_ranks(2, run)
+
+
 def test_plain_tensors_that_only_one_rank_has_are_not_lost_in_silence(tmp_path):
     """Pipeline stages: plain tensors are written by rank 0, which does not have those of the others."""
 
@@ -316,7 +383,7 @@ def test_a_directory_that_one_rank_cannot_use_is_an_error_on_all(tmp_path):
     def run(rank):
         if rank == 1:
             os.access = lambda path, mode: False  # root may write everywhere
-        with pytest.raises(PermissionError if rank else RankFailed, match="cannot be written to"):
+        with pytest.raises(PermissionError if rank else RankFailed, match="written to"):
             Checkpointer(tmp_path, timeout=20)
 
     run_ranks(2, run)

@@ -1,6 +1,7 @@
 """The checkpointer's staging on a GPU, under the recorder: late copies, optimizer steps, reused buffers."""
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,29 @@ def test_the_recorder_sees_an_optimizer_that_does_not_wait(
     with fake_cuda() as machine:
         train(machine, tmp_path, "late")
         assert any("written" in fault for fault in machine.faults)
+
+
+@pytest.mark.usefixtures("_any_tensor")
+@pytest.mark.parametrize("how", ["wait", "order", "done", "settle"])
+def test_parameters_may_be_changed_as_soon_as_they_are_staged(tmp_path: Path, how: str) -> None:
+    """Even when the writer is still busy with an earlier save and has not looked at this one."""
+    go_on = threading.Event()
+    with fake_cuda() as machine:
+        net = module_on_device(nn.Linear(3, 5))
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        with ok.Checkpointer(tmp_path, in_flight=2) as ckpt:
+            ckpt._writer.submit(lambda: go_on.wait(30))
+            save = ckpt.save(1, {"net": net, "opt": opt})
+            if how == "done":
+                while not save.staged.done():
+                    pass
+            else:
+                getattr(save.staged, how)()
+            with torch.no_grad():
+                net.weight.mul_(2)
+            go_on.set()
+            save.wait()
+        assert machine.faults == []
 
 
 @pytest.mark.usefixtures("_any_tensor")

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import overlapkit as ok
+from overlapkit.input.transfer import Mover
 from overlapkit.lane import Lane, Ticket
 from overlapkit.pinned import PinnedBuffer
+from overlapkit.span import SpanLog
 from tests.cuda_fake import FakeCuda, fake_cuda
 
 
@@ -71,6 +73,34 @@ def test_the_consumer_may_iterate_on_a_stream_of_its_own() -> None:
         loader.close()
         gc.collect()
         assert machine.faults == []
+
+
+def test_a_batch_used_on_another_stream_than_it_was_read_for_may_be_dropped_at_once() -> None:
+    with fake_cuda() as machine:
+        mine = torch.cuda.Stream()
+        loader = ok.DeviceLoader(batches(), "cuda", depth=1)
+        reading = iter(loader)
+        next(reading)  # on the default stream: it is where the next batch is read to
+        with torch.cuda.stream(mine):
+            for batch in reading:  # the memory goes when the batch after the next takes its host buffer
+                batch["x"].sum()
+                del batch
+        gc.collect()
+        assert machine.faults == []
+        loader.close()
+
+
+def test_a_mover_that_is_dropped_waits_for_its_copies_before_its_memory_goes() -> None:
+    with fake_cuda() as machine:
+        stream = torch.cuda.current_stream()
+        mover = Mover(torch.device("cuda", 0), 2, True, None, SpanLog())
+        batch = mover.send({"x": torch.ones(4)}, stream).receive()
+        assert machine.syncs == 0
+        del mover
+        gc.collect()
+        assert not machine.pinned
+        assert machine.faults == []
+        assert batch["x"].sum().raw.item() == 4
 
 
 def without_order(ticket: Ticket) -> Any:

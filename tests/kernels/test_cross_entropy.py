@@ -217,7 +217,8 @@ def test_bytes_are_class_indices_too(path: str) -> None:
 
 def test_class_probabilities_are_left_to_torch(path: str) -> None:
     x, soft = torch.randn(4, 9), torch.rand(4, 9).softmax(-1)
-    assert torch.equal(kernels.cross_entropy(x, soft), F.cross_entropy(x, soft))
+    for options in ({}, {"ignore_index": -1}):  # no class, and torch lets it pass
+        assert torch.equal(kernels.cross_entropy(x, soft, **options), F.cross_entropy(x, soft, **options))
     with pytest.raises(NotImplementedError, match="class probabilities"):
         kernels.cross_entropy(x, soft, z_loss=0.1)
 
@@ -335,7 +336,16 @@ def test_module_is_a_drop_in(path: str) -> None:
         ({"weight": torch.ones(2)}, ValueError, r"weight has shape \(2,\): logits needs \(4,\)"),
         ({"reduction": "avg"}, ValueError, "reduction='avg': allowed are 'mean', 'sum' and 'none'"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing=1.5: allowed is 0 to 1"),
+        ({"label_smoothing": "a"}, TypeError, "label_smoothing='a' is a str: pass a float"),
+        ({"ignore_index": 1.0}, TypeError, "ignore_index=1.0 is a float: pass an int"),
         ({"z_loss": -0.1}, ValueError, "z_loss=-0.1"),
+        ({"z_loss": "a"}, TypeError, "z_loss='a' is a str: pass a float"),
+        ({"softcap": "a"}, TypeError, "softcap='a' is a str"),
+        (
+            {"target": torch.ones(2, 4), "ignore_index": 0},
+            ValueError,
+            "ignore_index=0: target holds class prob",
+        ),
         ({"softcap": 0.0}, ValueError, "softcap=0.0 leaves no logits"),
     ],
 )

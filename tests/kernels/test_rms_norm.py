@@ -249,6 +249,10 @@ def test_module_is_a_drop_in(path: str) -> None:
         ({"weight": 2.0}, TypeError, "weight is a float"),
         ({"residual": torch.ones(4)}, ValueError, r"residual has shape \(4,\): x needs \(2, 4\)"),
         ({"eps": -1.0}, ValueError, "eps=-1.0"),
+        ({"eps": "e"}, TypeError, "eps='e' is a str: pass a float"),
+        ({"eps": True}, TypeError, "eps=True is a bool"),
+        ({"eps": torch.tensor(1e-6)}, TypeError, "eps=.* is a Tensor"),
+        ({"offset": "1"}, TypeError, "offset='1' is a str"),
         ({"offset": 1.0}, ValueError, "offset=1.0 is added to the weight"),
     ],
 )

@@ -143,6 +143,10 @@ def test_only() -> None:
         kernels.swap(model, only=["block.*"])
     with pytest.raises(TypeError, match="only='loss' is one string"):
         kernels.swap(model, only="loss")
+    with pytest.raises(TypeError, match="only=5: pass a list of names"):
+        kernels.swap(model, only=5)
+    with pytest.raises(TypeError, match="only holds 5: pass names"):
+        kernels.swap(model, only=[5])
 
 
 def test_nothing_to_swap_says_so() -> None:

@@ -469,9 +469,11 @@ class RealComponent(FakeComponent):
         ({"optimizer": nn.Linear(1, 1)}, TypeError, "optimizer=Linear: give a torch.optim.Optimizer"),
         ({"loader": 3}, TypeError, "loader=int: give an iterable"),
         ({"checkpointer": "runs/a"}, TypeError, r"checkpointer=str has no timings\(\)"),
-        ({"every": 0}, ValueError, "every=0: give at least 1"),
+        ({"every": 0}, ValueError, "every=0: give an int of at least 1"),
+        ({"every": True}, TypeError, "every=True: give an int"),
         ({"every": 1.5}, TypeError, "every=1.5: give an int"),
         ({"history": -1}, ValueError, "history=-1"),
+        ({"history": True}, TypeError, "history=True"),
         ({"trace_every": 10}, NotImplementedError, "trace_every=10: not available yet"),
         ({"hang_timeout": 1.0}, NotImplementedError, "hang_timeout=1.0: not available yet"),
         ({"on_report": print}, TypeError, "on_report="),
@@ -490,16 +492,33 @@ def test_a_launched_rank_without_its_group_is_an_error_at_construction(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("tokens", "error"), [(torch.tensor(3), TypeError), (1.5, TypeError), (0, ValueError), (-4, ValueError)]
+    ("tokens", "error"),
+    [
+        (torch.tensor(3), TypeError),
+        (1.5, TypeError),
+        (True, TypeError),
+        (0, ValueError),
+        (-4, ValueError),
+    ],
 )
 def test_tokens_are_a_positive_int(tokens, error):
     with pytest.raises(error, match="tokens="):
         StepMeter().step(tokens)
+    with pytest.raises(error, match="tokens="):
+        StepMeter().steps([1], tokens=tokens)  # at the call, not at the first batch
 
 
-def test_a_report_needs_a_window():
-    with pytest.raises(ValueError, match="window=0"):
-        StepMeter().report(window=0)
+def test_steps_of_something_that_is_not_iterable_are_an_error_at_the_call():
+    with pytest.raises(TypeError, match="loader=5: give an iterable of batches"):
+        StepMeter().steps(5)
+
+
+@pytest.mark.parametrize(
+    ("window", "error"), [(0, ValueError), ("x", TypeError), (1.5, TypeError), (True, TypeError)]
+)
+def test_a_report_needs_a_window(window, error):
+    with pytest.raises(error, match=f"window={window!r}: give an int of at least 1"):
+        StepMeter().report(window=window)
 
 
 @pytest.mark.gpu

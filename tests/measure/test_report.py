@@ -314,3 +314,13 @@ def test_plot_range(monkeypatch, tmp_path):
     run.step()
     with pytest.raises(ValueError, match="steps=9"):
         run.meter.report().plot(tmp_path / "x.png", steps=9)
+    with pytest.raises(TypeError, match="steps=True"):
+        run.meter.report().plot(tmp_path / "x.png", steps=True)
+
+
+@pytest.mark.parametrize("method", ["plot", "save"])
+def test_a_path_is_a_path(monkeypatch, method):
+    run = Run(monkeypatch)
+    run.step()
+    with pytest.raises(TypeError, match="path=5: give the name of a file"):
+        getattr(run.meter.report(), method)(5)

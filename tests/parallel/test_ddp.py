@@ -182,7 +182,11 @@ BAD = [
     ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0"),
     ({"bucket_cap_mb": "25"}, ValueError, "bucket_cap_mb='25'"),
     ({"bucket_cap_mb": float("nan")}, ValueError, "bucket_cap_mb=nan"),
+    ({"plan": 0}, NotImplementedError, "plan=0"),
     ({"compress": "int8"}, ValueError, "compress='int8'"),
+    ({"compress": [1]}, ValueError, r"compress=\[1\]: give 'bf16', 'fp16' or None"),
+    ({"static_graph": "x"}, TypeError, "static_graph='x': give True or False"),
+    ({"find_unused_parameters": "x"}, TypeError, "find_unused_parameters='x': give True or False"),
 ]
 
 
@@ -197,6 +201,8 @@ def test_bad_models():
         ok.replicate(3)
     with pytest.raises(ValueError, match="no parameters"):
         ok.replicate(nn.ReLU())
+    with pytest.raises(ValueError, match="model is a ModuleList, which has no forward"):
+        ok.replicate(nn.ModuleList([nn.Linear(2, 2)]))
     with pytest.raises(ValueError, match="requires a gradient"):
         ok.replicate(gpt().requires_grad_(False))
     with pytest.raises(NotImplementedError, match=r"model.0 has sparse gradients"):

@@ -14,9 +14,11 @@ from tests.ranks import one_rank_group
 
 UNBUILT = [
     {"plan": object()},
+    {"plan": 0},
     {"recompute": "full"},
     {"compile_blocks": True},
     {"offload": True},
+    {"offload": 0},
 ]
 
 
@@ -49,6 +51,11 @@ def test_bad_options_also_without_a_group(function: Any, options: Any, kind: Any
 def test_the_policy_is_not_dropped_where_there_is_no_group():
     with pytest.raises(ValueError, match="mp_policy='bf16' needs a process group"):
         ok.shard(gpt(), mp_policy="bf16")
+
+
+def test_a_number_of_ranks_to_reshard_among_is_right_without_a_group():
+    model = gpt()
+    assert ok.shard(model, reshard=3) is model
 
 
 def test_world_size_without_a_group(monkeypatch: pytest.MonkeyPatch):

@@ -1,8 +1,14 @@
 """Checkpointer: saves beside the step, and restores whole checkpoints or none."""
 
+import atexit
+import functools
 import itertools
 import os
+import sys
+import threading
 import time
+import traceback
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +25,7 @@ from overlapkit.checkpoint.quorum import Quorum, Report
 from overlapkit.checkpoint.reader import verify
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
-from overlapkit.checkpoint.stage import LANE, Stager
+from overlapkit.checkpoint.stage import LANE, Stager, Staging
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
 from overlapkit.span import Span, SpanLog
@@ -97,7 +103,14 @@ class Checkpointer:
         self._unfinished = Unfinished(self._log)
         self._restorer = Restorer(self._root, self._quorum, self._stager)
         self._saves = itertools.count()
+        self._closing = False
         self._closed = False
+        self._unseen: list[BaseException] = []
+        self._pid = os.getpid()
+        at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+        self._at_exit = weakref.finalize(self, atexit.unregister, at_exit)
+        self._at_exit.atexit = False
+        atexit.register(at_exit)
 
     def save(
         self,
@@ -170,7 +183,9 @@ class Checkpointer:
         """
         self._check_open()
         check_state(state)
-        if only is not None and (isinstance(only, str) or not all(isinstance(key, str) for key in only)):
+        if only is not None and not (
+            isinstance(only, tuple | list | set) and all(isinstance(key, str) for key in only)
+        ):
             raise TypeError(f"only={only!r}: give a tuple of keys, such as ('model',)")
         if step != "latest":
             check_step(step)
@@ -221,19 +236,25 @@ class Checkpointer:
     def close(self) -> None:
         """Finish all saves, free the memory, take the hooks out of the optimizers. Safe to call twice.
 
+        When it is interrupted, no more saves can begin, and the next call goes on with it. At the exit of
+        the interpreter, whatever is still open is closed.
+
         Raises:
             Exception: Whatever made a save fail, unless it was raised before.
         """
         if self._closed:
             return
-        self._closed = True
+        self._closing = True
         self._unfinished.settle()
-        errors = self._unfinished.unseen()
+        self._unseen += self._unfinished.unseen()
         self._writer.close()
         self._stager.close()
         self._quorum.leave()
         if self._lock is not None:
             self._lock.release()
+        self._closed = True
+        self._at_exit()
+        errors, self._unseen = self._unseen, []
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"another save failed, too: {other!r}")
@@ -258,15 +279,15 @@ class Checkpointer:
 
     def _open_run(self, reports: list[Report]) -> Report:
         """Rank 0's share of the construction."""
-        sweep(self._disk, self._root)
         try:
+            sweep(self._disk, self._root)
             self._lock = RunLock(self._root)
         except OSError as error:
             raise PermissionError(f"directory={str(self._root)!r} cannot be written to: {error}") from error
         return {"run": self._lock.run}
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closing:
             raise RuntimeError("this Checkpointer is closed: make a new one")
         if rank_and_world() != (self._quorum.rank, self._quorum.world):
             raise RuntimeError(
@@ -276,16 +297,26 @@ class Checkpointer:
 
     def _begin(self, step: int, state: dict[str, Any], metrics: dict[str, Any]) -> Save:
         number = next(self._saves)
+        staging: Staging | None = None
+        claim = threading.Lock()  # whoever takes it decides: the writer carries out, or this call gives up
         try:
             inventory = take_inventory(state, self._quorum.rank, stage=self._stage)
+            generators = rng.capture()
             staging = self._stager.stage(inventory)
+            job = Job(self._run, number, step, inventory, staging, generators, metrics)
+            committed = self._writer.submit(lambda: self._carry_out(job, claim))
+            return Save(step, staging.ticket, committed, staging=staging)
         except BaseException as error:
-            self._report_failure(number, error)
+            if claim.acquire(blocking=False):
+                if staging is not None:
+                    staging.ticket.settle()  # the copy must not run into a buffer that is lent again
+                    self._stager.release(staging)
+                self._report_failure(number, error)
             raise
-        job = Job(self._run, number, step, inventory, staging, rng.capture(), metrics)
-        return Save(step, staging.ticket, self._writer.submit(lambda: self._carry_out(job)), staging=staging)
 
-    def _carry_out(self, job: Job) -> Path | None:
+    def _carry_out(self, job: Job, claim: threading.Lock) -> Path | None:
+        if not claim.acquire(blocking=False):
+            return None  # the call of save() was interrupted, and has released everything
         try:
             return job.carry_out()
         finally:
@@ -300,6 +331,18 @@ class Checkpointer:
 
             ticket = self._writer.submit(lambda: self._quorum.together(f"save/{number}", fail, _nothing))
             ticket.seen = True  # the caller gets the error from save() itself
+
+
+def _close_at_exit(alive: "weakref.ref[Checkpointer]") -> None:
+    """Finish what was left open, before the lanes' own hook, which has less patience than a slow disk."""
+    checkpointer = alive()
+    if checkpointer is None or checkpointer._pid != os.getpid():
+        return
+    try:
+        checkpointer.close()
+    except Exception as error:
+        print(f"overlapkit: a save to {checkpointer._root} failed at exit:", file=sys.stderr)
+        traceback.print_exception(error)
 
 
 def _nothing(reports: list[Report]) -> Report:

@@ -53,6 +53,12 @@ class Disk:
         """Delete a folder and all that is in it. It is no error if another process was faster."""
         shutil.rmtree(path, onerror=_unless_gone)
 
+    def remove_files(self, folder: Path, names: Sequence[str]) -> None:
+        """Delete files, and the folder where nothing else is in it (OSError where there is)."""
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
 
 def _unless_gone(
     function: object, path: str, info: tuple[type[BaseException], BaseException, object]

@@ -11,10 +11,10 @@ from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import CheckpointError, RankFailed
 from overlapkit.checkpoint.layout import DTYPES, Inventory
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
-from overlapkit.checkpoint.quorum import Quorum, Report
+from overlapkit.checkpoint.quorum import NoVerdict, Quorum, Report
 from overlapkit.checkpoint.retention import surplus
 from overlapkit.checkpoint.stage import LANE, Staging
-from overlapkit.checkpoint.writer import write_share
+from overlapkit.checkpoint.writer import remove_share, write_share
 from overlapkit.span import SpanLog
 
 
@@ -71,10 +71,12 @@ class Job:
                 lambda: self._write(temporary),
                 lambda reports: self._commit(temporary, reports),
             )
-        except BaseException:
-            if run.quorum.rank == 0:
-                with contextlib.suppress(OSError):  # swept later; the error that led here matters more
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # swept later; the error that led here matters more
+                if run.quorum.rank == 0:
                     run.disk.remove(temporary)
+                elif not isinstance(error, NoVerdict):  # rank 0 may be about to commit these files
+                    remove_share(run.disk, temporary, run.quorum.rank)  # a late rank makes the folder anew
             raise
         final = run.root / step_name(self.step)
         if run.quorum.rank == 0:

@@ -44,6 +44,7 @@ class Piece:
     Attributes:
         name: Path in the state, unique.
         data: The live memory, of shape `box.shape`.
+        source: The tensor that it was taken from; a DTensor's own version counter is not its local part's.
         shape: Of the global tensor.
         box: Where `data` lies in it.
         own: True where every rank has a tensor of its own of this name (a loader's state, a loose tensor);
@@ -55,12 +56,18 @@ class Piece:
 
     name: str
     data: torch.Tensor
+    source: torch.Tensor
     shape: tuple[int, ...]
     box: Box
     own: bool
     late: bool
     sharded: bool
     alias: str | None = None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Moves when the tensor or, as far as that shows, a DTensor's local part is changed in place."""
+        return self.source._version, self.data._version
 
     @property
     def nbytes(self) -> int:
@@ -230,8 +237,8 @@ class _Taking:
         data, box = local_part(tensor, path)
         if data.numel() == 0 and tensor.numel() > 0:
             return path  # an uneven shard leaves this rank nothing
-        late = late and not data.is_inference()  # those have no version counter
-        piece = Piece(path, data, shape, box, own, late, is_dtensor(tensor))
+        late = late and not (data.is_inference() or tensor.is_inference())  # those have no version counter
+        piece = Piece(path, data, tensor, shape, box, own, late, is_dtensor(tensor))
         if data.numel() and not own:
             same = (data.data_ptr(), data.dtype, data.shape, data.stride(), box)
             first = self.seen.setdefault(same, path)

@@ -138,6 +138,7 @@ class _Matcher:
         parameters = optimizer_parameters(optimizer, self.names)
         owners = {root(name): (name, parameter) for name, parameter in parameters}
         likes: dict[str, torch.Tensor | None] = {}
+        layouts: dict[str, torch.Tensor] = {}
         for name in tensor_names(entry):
             _, part, owner, *rest = [*name.split("/", 3), "", ""]
             likes[name] = None
@@ -145,12 +146,14 @@ class _Matcher:
                 parameter_name, parameter = owners[owner]
                 now = current["state"].get(parameter_name, {}).get(rest[0])
                 likes[name] = self._shard_like(name, parameter, now)
+                if not is_dtensor(parameter):
+                    layouts[name] = parameter
             self.want(name, likes[name])
         index = {name: i for i, (name, _) in enumerate(parameters)}
 
         def apply(values: Values) -> None:
             given = decode(entry["rest"], lambda name: values[name].clone())
-            moments = decode(entry["state"], lambda name: _like(values[name], likes[name]))
+            moments = decode(entry["state"], lambda name: _like(values[name], likes[name], layouts.get(name)))
             given["state"] = {index[name]: item for name, item in moments.items()}
             for group in given["param_groups"]:
                 group["params"] = [index[name] for name in group["params"]]
@@ -242,16 +245,31 @@ def _copy_in_place(targets: dict[str, torch.Tensor], values: Values) -> None:
             local_part(target, name)[0].copy_(values[name])
 
 
-def _like(value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
-    """A copy of a value, as a DTensor where `like` is one."""
+def _like(value: torch.Tensor, like: torch.Tensor | None, layout: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of a value, as a DTensor where `like` is one; else with the strides of `layout`."""
     if not is_dtensor(like):
-        return value.clone()
+        return _copy_laid_out(value, layout, value.device)
     from torch.distributed.tensor import DTensor
 
-    local = torch.empty(value.shape, dtype=value.dtype, device=like.to_local().device).copy_(value)
+    with torch.no_grad():
+        there = like.to_local()
+    local = _copy_laid_out(value, there, there.device)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def _copy_laid_out(value: torch.Tensor, layout: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """A copy of a value, with the strides that `zeros_like(layout)` has where their shapes are the same.
+
+    torch's fused optimizers walk a parameter and its moments side by side, as flat memory.
+    """
+    if layout is None or layout.shape != value.shape:
+        return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
+    empty = torch.empty_like(
+        layout, dtype=value.dtype, device=device, memory_format=torch.preserve_format, requires_grad=False
+    )
+    return empty.copy_(value)
 
 
 def _into(current: Any, restored: Any) -> Any:

@@ -3,6 +3,7 @@
 import numbers
 import operator
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ def check_options(
     """Raise where an argument of Checkpointer is wrong, or not there yet."""
     if not isinstance(directory, str | os.PathLike):
         raise TypeError(f"directory={directory!r}: give a path, such as 'runs/a'")
-    if "://" in os.fspath(directory):
+    path = os.fsdecode(directory)
+    if not path or "\0" in path:
+        raise ValueError(f"directory={path!r} is no path: give one, such as 'runs/a'")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path):  # also what a Path makes of a URL: one slash of two
         raise NotImplementedError(
             f"directory={directory!r}: object stores are not there yet; give a local path"
         )
@@ -50,7 +54,7 @@ def check_options(
         )
     if stage not in ("late", "now"):
         raise ValueError(f"stage={stage!r}: give 'late' or 'now'")
-    if not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
         raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0")
 
 
@@ -76,6 +80,8 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
     Raises:
         TypeError: They are not numbers by name.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics={metrics!r}: give numbers by name, such as {{'val_loss': 1.5}}")
     for name, value in (metrics or {}).items():
         if not isinstance(name, str) or not isinstance(value, numbers.Real):
             raise TypeError(
@@ -94,6 +100,8 @@ def open_directory(root: Path) -> None:
         ValueError: It, or one that it lies in, is a file.
         PermissionError: It cannot be made or written to.
     """
+    if root.is_symlink() and not root.exists():
+        raise ValueError(f"directory={str(root)!r} is a link to {os.readlink(root)!r}, which does not exist")
     try:
         missing = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(parents=True, exist_ok=True)
@@ -103,8 +111,10 @@ def open_directory(root: Path) -> None:
         raise ValueError(f"directory={str(root)!r}: it, or a part of it, is a file; give a folder") from error
     except OSError as error:
         raise PermissionError(f"directory={str(root)!r} cannot be made: {error}") from error
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise PermissionError(f"directory={str(root)!r} cannot be written to: give another one, or chmod it")
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"directory={str(root)!r} cannot be read and written to: give another one, or chmod it"
+        )
 
 
 def _sync_parent(path: Path) -> None:

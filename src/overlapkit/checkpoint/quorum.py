@@ -21,6 +21,10 @@ Judge = Callable[[list[Report]], Report]
 _opened: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
 
+class NoVerdict(RankFailed):
+    """Rank 0 has not spoken in time; it may yet find that all went well."""
+
+
 class Quorum:
     """All ranks of the job.
 
@@ -83,7 +87,7 @@ class Quorum:
                 and the others raise RankFailed with its text.
 
         Raises:
-            RankFailed: A rank did not report, or rank 0 gave no verdict, within the timeout.
+            RankFailed: A rank did not report within the timeout; NoVerdict where rank 0 gave none.
         """
         if self.world == 1:
             return judge([report])
@@ -120,6 +124,8 @@ class Quorum:
 
     def _await_reports(self, prefix: str) -> list[Report]:
         keys = [f"{prefix}/{rank}" for rank in range(1, self.world)]
+        earlier, ours = self._settled, [*keys, f"{prefix}/verdict"]
+        self._settled = earlier + ours  # without all reports, too: the next settlement deletes them
         try:
             self._store.wait(keys, timedelta(seconds=self.timeout))
         except RuntimeError as error:  # DistStoreError
@@ -128,9 +134,9 @@ class Quorum:
                 f"rank(s) {', '.join(map(str, missing)) or 'none'} did not report within {self.timeout} s: "
                 f"every rank must make the same calls, and be alive ({error})"
             ) from error
-        for key in self._settled:
+        for key in earlier:
             self._store.delete_key(key)
-        self._settled = [*keys, f"{prefix}/verdict"]
+        self._settled = ours
         return [json.loads(value) for value in self._store.multi_get(keys)]
 
     def _await_verdict(self, prefix: str) -> bytes:
@@ -139,7 +145,7 @@ class Quorum:
             self._store.wait([key], timedelta(seconds=self.timeout))
             verdict: bytes = self._store.get(key)
         except RuntimeError as error:
-            raise RankFailed(f"rank 0 gave no verdict within {self.timeout} s ({error})") from error
+            raise NoVerdict(f"rank 0 gave no verdict within {self.timeout} s ({error})") from error
         return verdict
 
 

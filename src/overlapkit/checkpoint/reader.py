@@ -221,7 +221,7 @@ class Reader:
         self, chunk: Chunk, start: int, stop: int, name: str, into: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Whole blocks of a chunk, `start` to `stop`, checked."""
-        memory = torch.empty(stop - start, dtype=torch.uint8) if into is None else into
+        memory = torch.empty(stop - start, dtype=torch.uint8, device="cpu") if into is None else into
         view = memoryview(memory.numpy().data)
         for at in range(start, stop, chunk.block):
             piece = view[at - start : min(at + chunk.block, stop) - start]

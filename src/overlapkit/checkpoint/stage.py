@@ -40,7 +40,7 @@ class Staging:
         self.ticket: Ticket[None]
         self.stall_s = 0.0
         self._late = late
-        self._versions = [piece.data._version for piece in late]
+        self._versions = [piece.version for piece in late]
         self._changed: list[str] | None = None
         self._lock = threading.Lock()
         self._halves: list[_Half] = []
@@ -53,7 +53,7 @@ class Staging:
         with self._lock:
             if self._changed is None:
                 pairs = zip(self._late, self._versions, strict=True)
-                self._changed = [piece.name for piece, version in pairs if piece.data._version != version]
+                self._changed = [piece.name for piece, version in pairs if piece.version != version]
 
     def rows(self) -> list[Row]:
         """All pieces with their bytes, in file order, once everything is in host memory.
@@ -76,7 +76,35 @@ class Staging:
         """Give the buffers back and let go of the state's tensors."""
         for half in self._halves:
             half.release()
-        self._halves, self._late = [], []
+        self._halves = []
+        with self._lock:  # sealing is over, whoever comes late
+            self._changed = self._changed or []
+            self._late = []
+
+
+class _Staged(Ticket[None]):
+    """The lane's ticket of a late copy, which seals the staging before it lets anyone change a parameter.
+
+    On a CUDA lane nothing of ours runs at the copy's end: the first who learns of it looks for changes.
+    """
+
+    def __init__(self, copy: Ticket[None], staging: Staging) -> None:
+        self.__dict__ = copy.__dict__  # the same ticket for the lane, which holds the other
+        self._staging = staging
+
+    def wait(self, timeout: float | None = None) -> None:
+        super().wait(timeout)
+        self._staging.seal()
+
+    def order(self) -> None:
+        super().order()
+        self._staging.seal()
+
+    def done(self) -> bool:
+        done = super().done()
+        if done:
+            self._staging.seal()
+        return done
 
 
 class _Half:
@@ -159,18 +187,16 @@ class Stager:
         staging = Staging(late.pieces)
         staging._halves = [late, now]
         try:
-            now_ticket = self._copy_now(lane, now, device)
+            staging.ticket = self._copy_now(lane, now, device)
+            if late.pieces:
+                for optimizer in inventory.optimizers:
+                    self._hook(optimizer)
+                copy = _late_copy(late, staging, lane, device)
+                staging.ticket = _Staged(lane.submit(copy, name="stage", bytes=late.nbytes), staging)
+                self._active.append(staging)
         except BaseException:
             staging.release()
             raise
-        staging.ticket = now_ticket
-        if late.pieces:
-            for optimizer in inventory.optimizers:
-                self._hook(optimizer)
-            self._active.append(staging)
-            staging.ticket = lane.submit(
-                _late_copy(late, staging, lane, device), name="stage", bytes=late.nbytes
-            )
         return staging
 
     def release(self, staging: Staging) -> None:

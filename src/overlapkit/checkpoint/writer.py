@@ -36,7 +36,7 @@ def write_share(
     Returns:
         name -> {"bytes": size, "crc32": checksum, for the part only}.
     """
-    stem = f"rank-{about['rank']:05d}"
+    stem = _stem(about["rank"])
     disk.make_folder(folder)
     files: dict[str, dict[str, int]] = {}
     tensors: dict[str, Any] = {}
@@ -55,6 +55,15 @@ def write_share(
     files[f"{stem}.json"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
     disk.sync_folder(folder)
     return files
+
+
+def remove_share(disk: Disk, folder: Path, rank: int) -> None:
+    """Delete what `write_share` wrote on a rank, and the folder where nothing else is in it."""
+    disk.remove_files(folder, [f"{_stem(rank)}{suffix}" for suffix in (".safetensors", ".json")])
+
+
+def _stem(rank: int) -> str:
+    return f"rank-{rank:05d}"
 
 
 def _write_tensors(disk: Disk, path: Path, rows: list[Row], tensors: dict[str, Any]) -> dict[str, int]:

@@ -29,8 +29,15 @@ def check_like(name: str, tensor: Tensor, shape: tuple[int, ...], of: str, x: Te
         )
 
 
+def check_number(name: str, value: float) -> None:
+    """Refuse what is no Python number: a tensor would be a synchronisation, True a slip."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass a float")
+
+
 def check_not_negative(name: str, value: float) -> None:
-    """Refuse a number below zero, or none at all."""
+    """Refuse what is no number, and a number below zero or without end."""
+    check_number(name, value)
     if not 0.0 <= value < float("inf"):  # math.isfinite ends a graph that has symbolic floats
         raise ValueError(f"{name}={value}: allowed are finite numbers from 0 up")
 

@@ -11,6 +11,7 @@ from overlapkit.kernels.arguments import (
     check_floating,
     check_like,
     check_not_negative,
+    check_number,
     no_double_backward,
 )
 from overlapkit.launch import through_triton
@@ -36,7 +37,7 @@ def cross_entropy(
     * The loss of half-precision logits is float32, as torch's is under autocast.
     * On a GPU a target out of range gives NaN for its row (loss and gradient); on the CPU torch raises.
 
-    Float targets (class probabilities) are left to torch.
+    Float targets (class probabilities) are left to torch. None of them can be ignored.
 
     Args:
         logits: (V,), (N, V) or (N, V, ...), floating point, any strides. V last is read without a copy.
@@ -54,13 +55,19 @@ def cross_entropy(
         return_lse the pair (loss, lse), lse with target's shape, ignored rows included.
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: An option is out of range; shapes, devices or dtypes do not fit.
+        TypeError: An argument is of a wrong type.
+        ValueError: An option is out of range; shapes, devices or dtypes do not fit; ignore_index is
+            set and target holds class probabilities.
         NotImplementedError: z_loss, softcap or return_lse with class probabilities.
         RuntimeError: A second derivative was asked for, on a GPU.
     """
-    _check_options(weight, reduction, label_smoothing, z_loss, softcap, logits)
+    _check_options(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logits)
     if isinstance(target, Tensor) and target.is_floating_point():
+        if ignore_index >= 0:  # below it is no class, and torch lets it pass
+            raise ValueError(
+                f"ignore_index={ignore_index}: target holds class probabilities, of which none is ignored; "
+                "leave it out, or pass class indices (int64)"
+            )
         if z_loss or softcap is not None or return_lse:
             raise NotImplementedError(
                 "target holds class probabilities: z_loss, softcap and return_lse need class indices (int64)"
@@ -134,6 +141,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _check_options(
     weight: Tensor | None,
+    ignore_index: int,
     reduction: str,
     label_smoothing: float,
     z_loss: float,
@@ -141,8 +149,11 @@ def _check_options(
     logits: Tensor,
 ) -> None:
     check_floating("logits", logits)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index={ignore_index!r} is a {type(ignore_index).__name__}: pass an int")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r}: allowed are 'mean', 'sum' and 'none'")
+    check_number("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={label_smoothing}: allowed is 0 to 1")
     check_not_negative("z_loss", z_loss)

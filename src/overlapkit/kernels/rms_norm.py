@@ -10,6 +10,7 @@ from overlapkit.kernels.arguments import (
     check_floating,
     check_like,
     check_not_negative,
+    check_number,
     no_double_backward,
 )
 from overlapkit.launch import through_triton
@@ -43,7 +44,7 @@ def rms_norm(
         y with the shape and dtype of x; with a residual the pair (y, x + residual).
 
     Raises:
-        TypeError: An argument is no tensor.
+        TypeError: An argument is of a wrong type.
         ValueError: Shapes, devices or dtypes do not fit.
         RuntimeError: A second derivative was asked for, on a GPU.
     """
@@ -107,6 +108,7 @@ def _check(
     check_floating("x", x)
     if eps is not None:
         check_not_negative("eps", eps)
+    check_number("offset", offset)
     if weight is not None:
         check_like("weight", weight, x.shape[-1:], "x", x)
     elif offset:

@@ -68,15 +68,19 @@ def swap(model: nn.Module, *, only: Iterable[str] | None = None) -> Swap:
         only: Names of modules, with wildcards (fnmatch): ["blocks.*.norm1"]. None for all.
 
     Raises:
-        TypeError: model is no nn.Module, or only is one string.
+        TypeError: model is no nn.Module, or only is no list of strings.
         ValueError: A name in only matches no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     if isinstance(only, str):
         raise TypeError(f"only={only!r} is one string: pass a list of names, [{only!r}]")
+    if only is not None and not isinstance(only, Iterable):
+        raise TypeError(f"only={only!r}: pass a list of names, or None for all")
     named = dict(model.named_modules())
     for pattern in (patterns := None if only is None else list(only)) or ():
+        if not isinstance(pattern, str):
+            raise TypeError(f"only holds {pattern!r}: pass names of modules")
         if not any(fnmatchcase(name, pattern) for name in named):
             raise ValueError(f"only={pattern!r} matches no module: the names are those of named_modules()")
     result = Swap()

@@ -41,16 +41,39 @@ def check_options(
         ValueError: A number is out of range.
         NotImplementedError: An option is not available yet.
     """
-    for name, value in (("every", every), ("history", history)):
-        if not isinstance(value, int):
-            raise TypeError(f"{name}={value!r}: give an int")
-        if value < 1:
-            raise ValueError(f"{name}={value}: give at least 1")
+    check_count("every", every)
+    check_count("history", history)
     if not isinstance(on_report, Sequence) or not all(callable(tell) for tell in on_report):
         raise TypeError(f"on_report={on_report!r}: give a list of callables, each taking a StepReport")
     for name, option in (("trace_every", trace_every), ("hang_timeout", hang_timeout)):
         if option is not None:
             raise NotImplementedError(f"{name}={option!r}: not available yet, leave it None")
+
+
+def check_count(name: str, value: int, remedy: str = "give an int of at least 1") -> None:
+    """It is a number of things, at least one.
+
+    Raises:
+        TypeError: It is no int, or a bool.
+        ValueError: It is below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: {remedy}")
+    if value < 1:
+        raise ValueError(f"{name}={value}: {remedy}")
+
+
+def check_tokens(tokens: int | None) -> None:
+    """They are counted, or unknown.
+
+    Raises:
+        TypeError: `tokens` is neither an int nor None.
+        ValueError: `tokens` is below 1.
+    """
+    if tokens is not None:
+        check_count(
+            "tokens", tokens, "give an int of at least 1 (a tensor would be a synchronisation), or None"
+        )
 
 
 def device_of(model: nn.Module | None, optimizer: Optimizer | None) -> torch.device:

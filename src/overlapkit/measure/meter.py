@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from overlapkit.device import rank_and_world
-from overlapkit.measure.arguments import check_options, check_parts, device_of
+from overlapkit.measure.arguments import check_count, check_options, check_parts, check_tokens, device_of
 from overlapkit.measure.clock import Clock, clock_of
 from overlapkit.measure.hooks import Hook, differentiable, nodes
 from overlapkit.measure.ledger import Finished, Ledger
@@ -125,7 +125,18 @@ class StepMeter:
         Args:
             loader: Any iterable.
             tokens: Tokens per step on this rank.
+
+        Raises:
+            TypeError: `loader` is not iterable, or `tokens` is not an int.
+            ValueError: `tokens` is below 1.
+            RuntimeError: As of `step()`, when the first batch is taken.
         """
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise TypeError(f"loader={loader!r}: give an iterable of batches")
+        check_tokens(tokens)
+        return self._draw(loader, tokens)
+
+    def _draw(self, loader: Iterable[T], tokens: int | None) -> Iterator[T]:
         batches = iter(loader)
         while True:
             start = time.perf_counter_ns()
@@ -157,10 +168,10 @@ class StepMeter:
         The very first step is left out where there are others: it pays for what happens once.
 
         Raises:
+            TypeError: `window` is not an int.
             ValueError: `window` is below 1.
         """
-        if window < 1:
-            raise ValueError(f"window={window}: a report needs at least one step")
+        check_count("window", window)
         self._recorded += self._ledger.settle()
         return make_report(self._ledger, window, self._peaks.top if self._peaks else None, self._rank)
 
@@ -284,10 +295,7 @@ class _Step:
 
     def __init__(self, meter: StepMeter, tokens: int | None, *, fed: bool) -> None:
         if tokens is not None:
-            if not isinstance(tokens, int):
-                raise TypeError(f"tokens={tokens!r}: give an int (a tensor would be a synchronisation)")
-            if tokens < 1:
-                raise ValueError(f"tokens={tokens}: give at least 1, or None")
+            check_tokens(tokens)
         self._meter = meter
         self._tokens = tokens
         self._fed = fed

@@ -83,8 +83,10 @@ class StepReport:
         """Write `to_dict()` as JSON.
 
         Raises:
+            TypeError: `path` is no path.
             OSError: The file cannot be written.
         """
+        _check_path(path)
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -97,9 +99,13 @@ class StepReport:
             steps: How many steps, at most 8 (fewer are drawn where fewer are there).
 
         Raises:
+            TypeError: `path` is no path, or `steps` is not an int.
             ValueError: No step has been recorded, or `steps` is out of range.
             ImportError: matplotlib is missing (the extra viz).
         """
+        _check_path(path)
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise TypeError(f"steps={steps!r}: give an int, 1 to 8")
         if not 1 <= steps <= 8:
             raise ValueError(f"steps={steps}: draw 1 to 8")
         if not self._traces:
@@ -110,6 +116,11 @@ class StepReport:
             if (part := self.parts[lane]).mean_ms is None
         }
         save_drawing(path, self._traces[-steps:], self._spans, notes)
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, (str, PathLike)):  # a number would be an open file, whosever it is
+        raise TypeError(f"path={path!r}: give the name of a file, as a str or a pathlib.Path")
 
 
 def make_report(ledger: Ledger, window: int, peak: Peak | None, rank: int) -> StepReport:

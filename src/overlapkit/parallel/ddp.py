@@ -9,6 +9,7 @@ import torch.nn as nn
 
 from overlapkit.device import rank_and_world
 from overlapkit.parallel.preconditions import check_model, check_unbuilt, has_process_group
+from overlapkit.parallel.structure import can_forward
 
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,7 +54,15 @@ def replicate(
     """
     check_unbuilt(plan=plan)
     check_model(model, "replicate")
+    if not can_forward(model):
+        raise ValueError(
+            f"model is a {type(model).__name__}, which has no forward: replicate takes a module "
+            "that is called"
+        )
     _check_options(model, bucket_cap_mb, compress)
+    for name, flag in (("static_graph", static_graph), ("find_unused_parameters", find_unused_parameters)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r}: give True or False")
     rank_and_world()
     if not has_process_group():
         if compress is not None:
@@ -83,7 +92,7 @@ def _check_options(model: nn.Module, bucket_cap_mb: Any, compress: Any) -> None:
     number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
     if bucket_cap_mb is not None and not (number and math.isfinite(bucket_cap_mb) and bucket_cap_mb > 0):
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: give a size in MiB above 0, or None")
-    if compress is not None and compress not in _WIRE:
+    if compress is not None and compress not in tuple(_WIRE):  # a dict would ask for its hash
         raise ValueError(f"compress={compress!r}: give 'bf16', 'fp16' or None")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model has no parameter that requires a gradient: leave replicate out")

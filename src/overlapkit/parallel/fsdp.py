@@ -66,7 +66,7 @@ def shard(
         reshard: Whether parameters are freed between forward and backward. "auto": blocks and embedding
             are; the projection, needed first in backward, and the root are not (and are freed after a
             forward without gradients). True or False: all units alike. A number: blocks stay gathered
-            among that many ranks.
+            among that many ranks. Without a process group nothing is freed, and any of these is right.
         recompute: Not there yet.
         compile_blocks: Not there yet; call `block.compile()` on each block before this.
         offload: Not there yet.

@@ -40,7 +40,7 @@ def check_unbuilt(**options: Any) -> None:
         NotImplementedError: One is set.
     """
     for name, value in options.items():
-        if value not in (None, False):
+        if value is not None and value is not False:
             raise NotImplementedError(f"{name}={value!r} is not there yet in this version; leave it out")
 
 
