@@ -6,6 +6,7 @@ seconds), or spawned where a fork cannot work: once this process has touched CUD
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -70,14 +71,13 @@ def run_ranks(
     """
     assert not dist.is_initialized(), "run_ranks makes its own process group: destroy this one first"
     context = multiprocessing.get_context(start or ("spawn" if torch.cuda.is_initialized() else "fork"))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, contextlib.ExitStack() as stack:
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         stack.callback(_end, processes)
         for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            job = (rank, world, fn, args, store.port, backend, timeout, theirs, f"{folder}/{rank}")
+            ours, theirs = context.Pipe()
+            job = (rank, world, fn, args, backend, timeout, theirs, f"{folder}/{rank}")
             process = context.Process(target=_rank, args=job, daemon=False)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads: done on purpose
@@ -86,7 +86,15 @@ def run_ranks(
             processes.append(process)
             pipes.append(ours)
             stack.callback(ours.close)
-        return _collect(processes, pipes, timeout, Path(folder), may_die)
+        # After the forks: a lock that the server's thread holds at a fork stays locked in the child for ever.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        try:
+            for pipe in pipes:
+                with contextlib.suppress(OSError):  # a rank that died already; _collect says so
+                    pipe.send(store.port)
+            return _collect(processes, pipes, timeout, Path(folder), may_die)
+        finally:
+            del store  # an error's traceback would keep it, and its thread, for the next test's forks
 
 
 @contextlib.contextmanager
@@ -156,14 +164,15 @@ def _rank(
     world: int,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
-    port: int,
     backend: str,
     timeout: float,
     pipe: Connection,
     stacks: str,
 ) -> None:
     """The life of one rank."""
+    gc.freeze()  # what the parent left to collect may end threads that exist there only
     torch.set_num_threads(1)  # a forked child must not enter the parent's OpenMP pool: it would hang
+    port = pipe.recv()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
