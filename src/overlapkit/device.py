@@ -41,15 +41,19 @@ def as_device(device: torch.device | str | int | None, argument: str = "device")
     return resolved
 
 
+def has_process_group() -> bool:
+    """Whether this process has joined a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def rank_and_world() -> tuple[int, int]:
     """This process's rank and the number of ranks; (0, 1) outside of a distributed job.
 
     Raises:
         RuntimeError: The launcher set WORLD_SIZE above 1 but no process group exists yet.
     """
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    if has_process_group():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched not in ("", "1"):
         raise RuntimeError(

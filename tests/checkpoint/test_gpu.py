@@ -8,10 +8,7 @@ from overlapkit.checkpoint import Checkpointer
 from overlapkit.lane import Lane
 from tests.checkpoint.loop import assert_same, build, build_model, snapshot, train_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -259,12 +259,7 @@ def test_delays_at_every_hand_over_change_nothing(machine: Machine, monkeypatch:
     assert [look(got) for got in loader] == [look(batch(k)) for k in range(12)]
 
 
-def gpu_test(test: Any) -> Any:
-    absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    return pytest.mark.gpu(absent(test))
-
-
-@gpu_test
+@pytest.mark.gpu
 @pytest.mark.parametrize("pin", [True, False])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_gpu_values_under_load(pin: bool, depth: int) -> None:
@@ -282,7 +277,7 @@ def test_gpu_values_under_load(pin: bool, depth: int) -> None:
         assert (total.item(), low.item(), high.item()) == (k * (1 << 20), k, k)
 
 
-@gpu_test
+@pytest.mark.gpu
 def test_gpu_transform_outputs_are_not_reused_too_early() -> None:
     loader = DeviceLoader(
         [torch.full((1 << 20,), float(k)) for k in range(40)], "cuda", transform=lambda got: got * 2
@@ -296,7 +291,7 @@ def test_gpu_transform_outputs_are_not_reused_too_early() -> None:
     assert [total.item() for total in sums] == [2 * k * (1 << 20) for k in range(40)]
 
 
-@gpu_test
+@pytest.mark.gpu
 def test_gpu_kinds_of_tensors() -> None:
     source = {
         "sparse": torch.eye(4).to_sparse(),
@@ -312,7 +307,7 @@ def test_gpu_kinds_of_tensors() -> None:
     assert got["channels last"].is_contiguous(memory_format=torch.channels_last)
 
 
-@gpu_test
+@pytest.mark.gpu
 def test_gpu_copy_spans_have_bytes_and_lengths() -> None:
     loader = DeviceLoader([torch.zeros(1 << 22) for _ in range(4)], "cuda")
     list(loader)

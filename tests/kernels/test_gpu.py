@@ -11,10 +11,7 @@ from torch import Tensor
 from overlapkit import kernels
 from tests.kernels.judge import compare, run
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SIZES = [(5, 37), (1, 3), (127, 255), (4097, 1024), (33, 8192), (65, 16_384), (3, 50_257)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

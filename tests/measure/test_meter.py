@@ -522,7 +522,6 @@ def test_a_report_needs_a_window(window, error):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_nothing_synchronises_and_the_phases_are_the_devices():
     device = torch.device("cuda", torch.cuda.current_device())
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(device)

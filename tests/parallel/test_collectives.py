@@ -91,7 +91,6 @@ def _on_a_gpu(rank: int) -> tuple[bool, list[tuple[str, Any, bool]]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_spans_on_a_gpu_are_of_its_stream():
     ((same, spans),) = run_ranks(1, _on_a_gpu, backend="nccl", start="spawn")
     assert same

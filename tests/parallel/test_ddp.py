@@ -157,7 +157,6 @@ def _on_a_gpu(rank: int) -> tuple[bool, list[list[tuple[str, Any, bool]]]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_spans_of_queued_reductions_on_a_gpu():
     ((same, steps),) = run_ranks(1, _on_a_gpu, backend="nccl", start="spawn")
     assert same

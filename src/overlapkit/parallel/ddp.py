@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from overlapkit.device import rank_and_world
-from overlapkit.parallel.preconditions import check_model, check_unbuilt, has_process_group
+from overlapkit.device import has_process_group, rank_and_world
+from overlapkit.parallel.preconditions import check_model, check_unbuilt
 from overlapkit.parallel.structure import can_forward
 
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}

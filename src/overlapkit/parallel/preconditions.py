@@ -44,11 +44,6 @@ def check_unbuilt(**options: Any) -> None:
             raise NotImplementedError(f"{name}={value!r} is not there yet in this version; leave it out")
 
 
-def has_process_group() -> bool:
-    """Whether this process has joined a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if torch.nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter {name} has no shape yet: run the lazy modules once before this call")

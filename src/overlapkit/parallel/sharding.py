@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
-from overlapkit.device import rank_and_world
+from overlapkit.device import has_process_group, rank_and_world
 from overlapkit.parallel.description import Description, describe_units
-from overlapkit.parallel.preconditions import check_model, has_process_group
+from overlapkit.parallel.preconditions import check_model
 from overlapkit.parallel.structure import can_forward
 from overlapkit.parallel.units import Unit, find_ignored, resolve_units
 
