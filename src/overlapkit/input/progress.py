@@ -1,0 +1,92 @@
+"""Where a source whose order is a function stands: two integers, the same on every rank."""
+
+from typing import Any
+
+from overlapkit.input.order import Order
+
+FORMAT = 1
+
+
+class Progress:
+    """The epoch and position of a source, how passes follow each other, and the state that resumes them.
+
+    Each pass is a new epoch, however the one before it ended: had it to be finished first, it would
+    depend on how far a reader had read ahead. Only the first pass, and the first after `set_epoch` or
+    `load_state_dict`, begins where it was told to.
+
+    Args:
+        order: Who takes which sample when.
+
+    Attributes:
+        epoch: The epoch of the latest pass, or of the one that comes next where it was set.
+        position: Samples of that epoch that all ranks together have taken.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.epoch = 0
+        self.position = 0
+        self._told = True  # the next pass begins at (epoch, position)
+        self._start = 0
+
+    def begin(self) -> int:
+        """Begin a pass, and return how many samples it has for this rank.
+
+        A position at an epoch's end, where no rank can take another sample, begins the next epoch.
+        """
+        if not self._told or self.order.share(self.position) == 0:
+            self.epoch, self.position = self.epoch + 1, 0
+        self._told = False
+        self._start = self.position
+        return self.order.share(self._start)
+
+    def take(self, taken: int) -> None:
+        """Note that this rank, as every other, has taken `taken` samples since the pass began."""
+        self.position = self.order.after(self._start, taken)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be this epoch: what is left of it where it was resumed, else all of it."""
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+            raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
+        unfinished = self._told and epoch == self.epoch and self.order.share(self.position) > 0
+        if not unfinished:
+            self.epoch, self.position = epoch, 0
+        self._told = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on every rank."""
+        return {
+            "format": FORMAT,
+            "epoch": self.epoch,
+            "position": self.position,
+            "size": self.order.size,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass begin where the state stands, at whatever number of ranks.
+
+        Raises:
+            TypeError: It is no dict.
+            ValueError: It is damaged, or was saved in another order (of another size, seed or shuffle).
+        """
+        epoch, position = self._check(state)
+        self.epoch, self.position, self._told = epoch, position, True
+
+    def _check(self, state: Any) -> tuple[int, int]:
+        if not isinstance(state, dict):
+            raise TypeError(f"state is a {type(state).__name__}: give what state_dict() returned")
+        own = self.state_dict()
+        if missing := sorted(own.keys() - state.keys()):
+            raise ValueError(f"state lacks {', '.join(missing)}: give what state_dict() returned")
+        for name in ("format", "size", "seed", "shuffle"):
+            if state[name] != own[name]:
+                raise ValueError(
+                    f"state has {name}={state[name]!r}, this source has {own[name]!r}: its position means "
+                    "another sample here. Build the source as it was when the state was saved"
+                )
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position <= self.order.size:
+            raise ValueError(f"state stands at epoch {epoch}, position {position}: it is damaged")
+        return epoch, position
