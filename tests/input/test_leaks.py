@@ -1,0 +1,67 @@
+"""A thousand epochs that the loop leaves early: threads, descriptors and memory end where they began."""
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from overlapkit.input import DeviceLoader
+from tests.input.sources import RESUMABLE, node
+
+EPOCHS = 1000
+KINDS: dict[str, Callable[[int, int], Any]] = {
+    "generator": lambda n, size: lambda: iter(range(n)),
+    "node": node,
+    **{kind: RESUMABLE[kind] for kind in ("list", "shuffled", "stateful loader", "stateful stream")},
+}
+
+
+class Bulky:
+    """Batches of 256 KiB, so that a thousand of them that stay behind cannot be missed."""
+
+    def __iter__(self) -> Any:
+        return (torch.full((1 << 18,), at, dtype=torch.uint8) for at in range(8))
+
+
+def held() -> tuple[int, int, float]:
+    """Threads, file descriptors and resident MiB of this process."""
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[1])
+    return (
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+        pages * os.sysconf("SC_PAGESIZE") / 2**20,
+    )
+
+
+def leave_early(loader: DeviceLoader, epochs: int) -> None:
+    for epoch in range(epochs):
+        for taken, _ in enumerate(loader):
+            if taken == epoch % 3:
+                break
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_early_breaks_leave_nothing(kind: str) -> None:
+    check(DeviceLoader(KINDS[kind](40, 4), "cpu"), EPOCHS)
+
+
+def test_early_breaks_leave_no_batch() -> None:
+    check(DeviceLoader(Bulky(), "cpu", depth=4), EPOCHS)
+
+
+def test_early_breaks_leave_no_worker() -> None:
+    check(DeviceLoader(RESUMABLE["shuffled"](40, 4, num_workers=1), "cpu"), 30)
+
+
+def check(loader: DeviceLoader, epochs: int) -> None:
+    leave_early(loader, epochs // 10)  # allocators and caches fill up
+    threads, files, resident = held()
+    leave_early(loader, epochs)
+    assert held()[:2] == (threads, files)
+    assert held()[2] < resident + 8
