@@ -5,6 +5,7 @@ batches of indices are skipped; no sample of theirs is loaded.
 """
 
 import copy
+import itertools
 import operator
 import zlib
 from collections import deque
@@ -14,10 +15,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from overlapkit.input.position import Position
 from overlapkit.input.sources import Cursor, Source, random_state
+
+_SEEKABLE: tuple[type, ...] = type(iter([])), type(iter(range(0)))
+"""Iterators that can begin anywhere, as those of SequentialSampler and DistributedSampler can."""
 
 
 def why_not_skipping(loader: DataLoader[Any]) -> str | None:
@@ -194,10 +198,7 @@ class _Draws:
         else:
             self._random.restore(self.order["generators"])
             torch.set_rng_state(torch.as_tensor(self.order["torch"], dtype=torch.uint8, device="cpu"))
-        self._batches = iter(self._sampler)
-        for index in islice(self._batches, self._skip):
-            self._last_skipped = index
-            self._skipped += 1
+        self._batches, self._last_skipped, self._skipped = begin_after(self._sampler, self._skip)
         self._first.extend(islice(self._batches, 1))
 
     def advance(self, given: int) -> None:
@@ -217,6 +218,40 @@ class _Draws:
             "dataset, batch_size, shuffle, world size and seed as when it was saved, and with a sampler that "
             "draws from torch's global generator, its own torch.Generator, or (seed, epoch)"
         )
+
+
+def begin_after(sampler: Iterable[Any], count: int) -> tuple[Iterator[Any], Any, int]:
+    """Begin a pass over index batches behind the first `count` of them, at the speed of C.
+
+    Where torch's own BatchSampler makes them, the samples that it would take are skipped instead, before
+    any batch is made of them.
+
+    Returns:
+        The rest of the pass, the last batch skipped (None where there is none), and how many were skipped.
+    """
+    before = max(0, count - 1)
+    if count and type(sampler) is BatchSampler:
+        samples, size = iter(sampler.sampler), sampler.batch_size
+        skipped = _advance(samples, before * size)
+        last = list(islice(samples, size))
+        whole, part = divmod(skipped + len(last), size)
+        skipped = whole + bool(part and not sampler.drop_last)
+        return iter(BatchSampler(samples, size, sampler.drop_last)), last, skipped
+    batches = iter(sampler)
+    skipped = _advance(batches, before)
+    last = list(islice(batches, count - before))
+    return batches, last[0] if last else None, skipped + len(last)
+
+
+def _advance(iterator: Iterator[Any], count: int) -> int:
+    """Leave out the next `count` items; return how many there were."""
+    if type(iterator) in _SEEKABLE:
+        count = min(count, operator.length_hint(iterator))
+        iterator.__setstate__(count)  # type: ignore[attr-defined]  # what copy and pickle move it with
+        return count
+    counter = itertools.count()
+    deque(zip(islice(iterator, count), counter, strict=False), maxlen=0)
+    return next(counter)
 
 
 class _IndexCursor(Cursor):
