@@ -10,6 +10,7 @@ import torch
 from overlapkit.device import as_device, rank_and_world
 from overlapkit.input.detect import open_source
 from overlapkit.input.iterator import BatchIterator
+from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
 from overlapkit.input.reader import Reader
 from overlapkit.input.skipping import sampler_chain
@@ -198,23 +199,30 @@ class DeviceLoader:
 
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
-        epoch = self._current_epoch()
-        if resume is not None and resume.taken and resume.epoch != epoch is not None:
-            cursor = self._replay(resume, epoch)
-        else:
-            cursor = self._source.begin(resume)
-            cursor.position.epoch = epoch
         mover = None
         if self._device.type == "cuda":
             mover = self._idle.pop() if self._idle else self._new_mover()
+        try:
+            cursor = self._open(resume, mover.landing.empty if mover else None)
+        except BaseException:
+            self._idle += [mover] if mover else []
+            raise
         return Reader(cursor, mover, self._transform, self._log)
 
-    def _replay(self, resume: Position, epoch: int) -> Cursor:
+    def _open(self, resume: Position | None, empty: Empty | None) -> Cursor:
+        epoch = self._current_epoch()
+        if resume is not None and resume.taken and resume.epoch != epoch is not None:
+            return self._replay(resume, epoch, empty)
+        cursor = self._source.begin(resume, empty)
+        cursor.position.epoch = epoch
+        return cursor
+
+    def _replay(self, resume: Position, epoch: int, empty: Empty | None) -> Cursor:
         """Take up the state's epoch though another one is set: where it is over, generators go through it."""
         assert resume.epoch is not None
         self.set_epoch(resume.epoch)
         try:
-            cursor = self._source.begin(resume)
+            cursor = self._source.begin(resume, empty)
         finally:
             self.set_epoch(epoch)
         cursor.position.epoch = resume.epoch

@@ -4,6 +4,7 @@ Bytes are copied as they lie in their storages: strides survive (channels-last s
 share memory still share it on the device, and an expanded tensor costs what it holds.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,9 @@ class _Piece:
 
     source: torch.Tensor
     at: int
-    place: "_Place | None"
+    nbytes: int
+    address: int = 0
+    place: "_Place | None" = None
 
 
 @dataclass(slots=True)
@@ -65,28 +68,44 @@ class Packing:
 
     Args:
         tensors: Of any shapes, strides and dtypes; views of one storage, too.
+        landed: The bytes themselves, where some of the tensors lie in them already: these stay where they
+            are. uint8 (used,), at the start of its storage.
+
+    Attributes:
+        nbytes: Bytes in all.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], landed: torch.Tensor | None = None) -> None:
         self._pieces: list[_Piece] = []
         self._places: dict[int, _Place] = {}
         self.nbytes = 0
+        home = None
+        if landed is not None:
+            self._reserve(landed.numel())
+            home = landed.data_ptr()
         storages: dict[int, list[_Extent]] = {}
         for index, tensor in enumerate(tensors):
             extent = _extent(index, tensor)
             if extent.content == 0:
                 self._places[index] = _Place(tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
+            elif (address := tensor.untyped_storage().data_ptr()) == home:
+                self._places[index] = _Place(tensor.dtype, tuple(tensor.shape), tensor.stride(), extent.start)
             else:
-                storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(extent)
+                storages.setdefault(address, []).append(extent)
         for extents in storages.values():
             for group in _overlapping(extents):
                 self._add(group)
 
+    @property
+    def copied(self) -> int:
+        """Bytes that `fill` copies: all but those that lie where they belong, and what aligns them."""
+        return sum(piece.nbytes for piece in self._pieces)
+
     def fill(self, packed: torch.Tensor) -> None:
         """Copy the tensors in. `packed` is uint8 of shape (nbytes,), on the host."""
         for piece in self._pieces:
-            if piece.place is None:
-                packed[piece.at : piece.at + piece.source.numel()].copy_(piece.source)
+            if piece.place is None:  # a fifth of the time of torch's copy_ for small ones, and no GIL either
+                ctypes.memmove(packed.data_ptr() + piece.at, piece.address, piece.nbytes)
             else:
                 piece.place.view(packed.view(piece.place.dtype)).copy_(piece.source)
 
@@ -105,7 +124,9 @@ class Packing:
                 self._add_compacted(extent)
             return
         at = self._reserve(end - start)
-        self._pieces.append(_Piece(_bytes_of(group, start, end), at, None))
+        first = group[0].tensor
+        address = first.untyped_storage().data_ptr() + start
+        self._pieces.append(_Piece(first, at, end - start, address))
         for extent in group:
             tensor = extent.tensor
             self._places[extent.index] = _Place(
@@ -117,7 +138,7 @@ class Packing:
         stride = torch.empty_like(tensor, device="meta").stride()
         place = _Place(tensor.dtype, tuple(tensor.shape), stride, self._reserve(extent.content))
         self._places[extent.index] = place
-        self._pieces.append(_Piece(tensor, place.at, place))
+        self._pieces.append(_Piece(tensor, place.at, extent.content, place=place))
 
     def _reserve(self, nbytes: int) -> int:
         at = self.nbytes
@@ -147,10 +168,3 @@ def _overlapping(extents: list[_Extent]) -> list[list[_Extent]]:
             groups.append([extent])
         end = max(end, extent.end)
     return groups
-
-
-def _bytes_of(group: list[_Extent], start: int, end: int) -> torch.Tensor:
-    """A range of the storage that the group shares, as uint8 (end - start,)."""
-    # two storages can start at one address (made from one numpy array): the longest holds them all
-    storage = max((extent.tensor.untyped_storage() for extent in group), key=lambda s: s.nbytes())
-    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (end - start,), (1,))

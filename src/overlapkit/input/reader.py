@@ -1,6 +1,5 @@
 """The reader's side of a pass: what runs in its thread, and what it hands to the consumer."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +56,11 @@ class Reader:
         if self.stopped:
             return None
         try:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                outcome = self._pull(stream)
+            if stream is None or self.mover is None:
+                outcome = self._pull(None)
+            else:
+                with torch.cuda.stream(stream), self.mover.landing:
+                    outcome = self._pull(stream)
         except BaseException as error:
             self.stopped = True
             return Failed(error)  # no local refers to it: its traceback refers to this frame

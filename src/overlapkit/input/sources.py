@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from overlapkit.input.landing import Empty, read
 from overlapkit.input.position import Position
 
 
@@ -74,8 +75,13 @@ class Source(ABC):
         self.original = original
 
     @abstractmethod
-    def begin(self, resume: Position | None) -> Cursor:
-        """Start a pass, at its beginning or where `resume` stood. Called in the consumer's thread."""
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
+        """Start a pass, at its beginning or where `resume` stood. Called in the consumer's thread.
+
+        Args:
+            resume: Where to start, or None.
+            empty: Lends host memory to sources that make their batches in it; None without a GPU.
+        """
 
     def check(self, resume: Position) -> None:
         """Refuse a position that this source cannot go to.
@@ -96,7 +102,7 @@ class Listed(Source):
 
     kind = "list"
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start at the first batch that has not been taken."""
         taken = resume.taken if resume else 0
         batches = (self.original[index] for index in range(taken, len(self.original)))
@@ -126,14 +132,14 @@ class Opaque(Source):
         super().__init__(original)
         self._why = why
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start at the beginning."""
         batches = self.original if isinstance(self.original, Iterable) else self.original()
         if not isinstance(batches, Iterable):
             raise TypeError(
                 f"source={self.original!r} returned a {type(batches).__name__}: it must return an iterable"
             )
-        return Cursor(iter(batches), Position(), forgets=True)
+        return Cursor(read(batches, empty), Position(), forgets=True)
 
     def check(self, resume: Position) -> None:
         """Refuse any position within an epoch."""
@@ -152,13 +158,13 @@ class Stateful(Source):
     kind = "stateful"
     exclusive = True  # its state is that of its latest iterator
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start, after the source has loaded its own state."""
         if resume is not None and resume.mark is not None:
             self.original.load_state_dict(copy.deepcopy(resume.mark))
         taken = resume.taken if resume else 0
         with random_state() if taken else nullcontext():  # what iter() draws was drawn when the epoch began
-            batches = iter(self.original)
+            batches = read(self.original, empty)
         return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot)
 
     def rest(self) -> Position:
