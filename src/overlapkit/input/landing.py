@@ -79,7 +79,7 @@ class Landing:
         if self._buffer is None:
             packing = Packing(tensors)
             return packing, [self._ring.take(packing.nbytes)]
-        packing = Packing(tensors, self._buffer.bytes(self.used))
+        packing = Packing(tensors, landed=self._buffer.bytes(self.used))
         self._needed = max(self._needed, packing.nbytes)
         buffers = [self._buffer]
         if packing.nbytes > self._buffer.nbytes:

@@ -13,8 +13,6 @@ import torch
 ALIGNMENT = 512
 """Bytes; where the caching allocator would start a tensor, so that vectorised kernels see no difference."""
 
-_GRAIN = 16  # bytes of the widest dtype: a range that starts on it keeps every offset in it divisible
-
 
 @dataclass(slots=True)
 class _Piece:
@@ -23,8 +21,23 @@ class _Piece:
     source: torch.Tensor
     at: int
     nbytes: int
-    address: int = 0
+    start: int = 0
     place: "_Place | None" = None
+
+    @property
+    def address(self) -> int:
+        """Where the range begins."""
+        return int(self.source.untyped_storage().data_ptr()) + self.start
+
+    def joins(self, last: "_Piece") -> bool:
+        """Whether this range lies in its storage behind `last` just as it will lie in the packed bytes."""
+        shift = self.start - last.start
+        return last.place is None and self.at - last.at == shift == self.address - last.address
+
+    def bytes(self) -> torch.Tensor:
+        """The range, as uint8 (nbytes,)."""
+        raw = self.source.as_strided((0,), (1,)).view(torch.uint8)
+        return raw.as_strided((self.nbytes,), (1,), self.start)
 
 
 @dataclass(slots=True)
@@ -53,10 +66,19 @@ class _Extent:
 
 
 def packable(tensor: torch.Tensor) -> bool:
-    """Whether a host tensor is no more than its bytes, dtype, shape and strides."""
+    """Whether a tensor is on the host and no more than its bytes, dtype, shape and strides."""
+    return tensor.device.type == "cpu" and is_plain(tensor)
+
+
+def is_plain(tensor: torch.Tensor, kind: type = torch.Tensor) -> bool:
+    """Whether a tensor, wherever it is, is no more than its bytes, dtype, shape and strides.
+
+    Args:
+        tensor: Any.
+        kind: The type of an ordinary tensor there.
+    """
     return (
-        type(tensor) is torch.Tensor
-        and tensor.device.type == "cpu"
+        type(tensor) is kind
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad)
         and not (tensor.is_conj() or tensor.is_neg())
@@ -97,6 +119,12 @@ class Packing:
                 self._add(group)
 
     @property
+    def layout(self) -> tuple[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int], ...]:
+        """Of each tensor, in the order given, its dtype, shape, strides and offset in bytes."""
+        places = [self._places[index] for index in range(len(self._places))]
+        return tuple((place.dtype, place.shape, place.stride, place.at) for place in places)
+
+    @property
     def copied(self) -> int:
         """Bytes that `fill` copies: all but those that lie where they belong, and what aligns them."""
         return sum(piece.nbytes for piece in self._pieces)
@@ -109,6 +137,14 @@ class Packing:
             else:
                 piece.place.view(packed.view(piece.place.dtype)).copy_(piece.source)
 
+    def fill_there(self, packed: torch.Tensor) -> None:
+        """Copy the tensors in on the device that they are on, on the current stream, as torch operations."""
+        for piece in self._pieces:
+            if piece.place is None:
+                packed[piece.at : piece.at + piece.nbytes].copy_(piece.bytes(), non_blocking=True)
+            else:
+                piece.place.view(packed.view(piece.place.dtype)).copy_(piece.source, non_blocking=True)
+
     def views(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in the order given, as views of `packed`: uint8 of shape (nbytes,), anywhere."""
         places = [self._places[index] for index in range(len(self._places))]
@@ -117,21 +153,30 @@ class Packing:
 
     def _add(self, group: list[_Extent]) -> None:
         """Place tensors that overlap: as one range of bytes, or one by one where that has more holes."""
-        start = group[0].start - group[0].start % _GRAIN
+        grain = max(extent.tensor.element_size() for extent in group)  # keeps every offset divisible
+        start = group[0].start - group[0].start % grain
         end = max(extent.end for extent in group)
         if end - group[0].start > sum(extent.content for extent in group):
             for extent in group:
                 self._add_compacted(extent)
             return
         at = self._reserve(end - start)
-        first = group[0].tensor
-        address = first.untyped_storage().data_ptr() + start
-        self._pieces.append(_Piece(first, at, end - start, address))
+        # two storages can start at one address (made from one numpy array): the longest holds them all
+        source = max((extent.tensor for extent in group), key=_storage_size)
+        self._add_range(_Piece(source, at, end - start, start))
         for extent in group:
             tensor = extent.tensor
             self._places[extent.index] = _Place(
                 tensor.dtype, tuple(tensor.shape), tensor.stride(), at + extent.start - start
             )
+
+    def _add_range(self, piece: _Piece) -> None:
+        """Note a range to copy; it is copied with the one before where that is possible."""
+        if self._pieces and piece.joins(last := self._pieces[-1]):
+            last.nbytes = piece.at + piece.nbytes - last.at
+            last.source = max(last.source, piece.source, key=_storage_size)
+        else:
+            self._pieces.append(piece)
 
     def _add_compacted(self, extent: _Extent) -> None:
         tensor = extent.tensor
@@ -155,6 +200,10 @@ def _extent(index: int, tensor: torch.Tensor) -> _Extent:
         return _Extent(index, tensor, start, start + count * size, count * size)
     last = sum((n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return _Extent(index, tensor, start, start + (last + 1) * size, count * size)
+
+
+def _storage_size(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
 
 
 def _overlapping(extents: list[_Extent]) -> list[list[_Extent]]:

