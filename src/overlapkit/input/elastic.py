@@ -8,12 +8,13 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.position import Position
 from overlapkit.input.progress import FORMAT, Progress
 from overlapkit.input.sampler import ElasticSampler, Pass
 from overlapkit.input.skipping import twin
-from overlapkit.input.sources import Cursor, Empty, Source, random_state
+from overlapkit.input.sources import Cursor, Source, random_state
 
 
 def elastic_sampler(loader: DataLoader[Any]) -> ElasticSampler | None:
