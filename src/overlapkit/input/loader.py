@@ -199,7 +199,8 @@ class DeviceLoader:
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
         epoch = self._current_epoch()
-        if resume is not None and resume.taken and resume.epoch != epoch is not None:
+        replays = self._source.replays
+        if resume is not None and resume.taken and replays and resume.epoch != epoch is not None:
             cursor = self._replay(resume, epoch)
         else:
             cursor = self._source.begin(resume)
