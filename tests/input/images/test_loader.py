@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -107,6 +108,18 @@ def test_other_numbers_of_ranks_go_on_with_the_same_images(make):
     assert len(seen) < 48
 
 
+def test_where_no_batch_is_left_for_so_many_ranks_the_next_epoch_follows(make):
+    second = torch.cat([y for _, y in epochs(make(1), 2)[1]])
+    two = make(2, rank=0, world_size=2)
+    list(islice(two, 9))
+    assert two.state_dict()["position"] == 36
+    for rank in range(3):
+        one = make(2, rank=rank, world_size=3)
+        one.load_state_dict(two.state_dict())
+        assert torch.equal(torch.cat([y for _, y in one]), second[:36][rank::3])
+        assert one.epoch == 1
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("stop", [0, 1, 4, 6])
 def test_a_device_loader_resumes_it(make, depth, stop):
@@ -206,21 +219,23 @@ def test_a_start_that_takes_too_long_says_so(make, monkeypatch):
     assert len(list(loader)) == 6
 
 
-def test_an_interrupt_never_gives_images_the_labels_of_others(make, monkeypatch):
-    expected = epochs(make(), 2)[1]
-    loader, pull = make(), Engine.pull
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
 
-    def interrupted(engine: Engine) -> Any:
-        pull(engine)
-        raise KeyboardInterrupt
 
+@pytest.mark.parametrize("step", ["_to_torch", "_decode_next", "push"])
+def test_an_interrupt_never_gives_images_the_labels_of_others(make, monkeypatch, step):
+    whole = list(make())
+    loader = make()
     batches = iter(loader)
     next(batches)
-    monkeypatch.setattr(Engine, "pull", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        next(batches)
-    monkeypatch.setattr(Engine, "pull", pull)
-    assert same(list(loader), expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            deque(batches)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert same(list(loader), whole[state["position"] // 6 :])
 
 
 def test_a_forgotten_loader_ends_its_threads(make, photos):
@@ -271,11 +286,14 @@ def test_a_gpu_decodes_what_the_cpu_does(make, kind):
 
 
 @pytest.mark.gpu
-def test_a_gpu_resumes_bitwise_through_a_device_loader(make):
+def test_a_gpus_batches_go_through_a_device_loader_and_resume(make):
     whole = list(make(device="cuda"))
     stopped, resumed = (DeviceLoader(make(device="cuda"), "cuda") for _ in range(2))
-    assert same(list(islice(stopped, 3)), whole[:3])
+    first = list(islice(stopped, 3))
     resumed.load_state_dict(stopped.state_dict())
-    assert same(list(resumed), whole[3:])
+    for (x, y), (expected, labels) in zip([*first, *resumed], whole, strict=True):
+        assert x.is_cuda
+        assert (x - expected).abs().mean() < 0.02
+        assert torch.equal(y, labels)
     stopped.close()
     resumed.close()

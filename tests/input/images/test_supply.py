@@ -119,6 +119,19 @@ def test_all_of_a_batch_are_named_and_the_loader_can_go_on_elsewhere(paths, make
     assert torch.cat([y for _, y in loader]).tolist() == list(range(12, 30))
 
 
+def test_a_file_that_is_mended_is_read_in_the_next_epoch(paths, make):
+    whole = make(1)
+    label = int(list(whole)[-1][1])
+    expected = torch.cat([x for x, _ in whole])
+    sound = paths[label].read_bytes()
+    text(paths[label])
+    loader = make(1)
+    with pytest.raises(RuntimeError, match="cannot decode"):
+        list(loader)  # in the last batch, when the next epoch's first ones are under way
+    paths[label].write_bytes(sound)
+    assert torch.equal(torch.cat([x for x, _ in loader]), expected)
+
+
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=lambda value: getattr(value, "__name__", ""))
 def test_skipping_puts_the_next_good_file_there_and_nothing_else_changes(paths, make, damage, reason):
     sound = list(make(drop_last=False))

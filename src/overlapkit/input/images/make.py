@@ -25,8 +25,8 @@ _DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 def train_loader(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    labels: Any = None,
-    batch_size: int = 64,
+    labels: Any,
+    batch_size: int,
     *,
     size: int = 224,
     device: torch.device | str | int | None = None,
@@ -48,7 +48,7 @@ def train_loader(
     """Shuffled images, each cut out at random, resized, perhaps flipped, and normalised.
 
     ```python
-    loader = images.train_loader("imagenet/train", batch_size=256)
+    loader = images.train_loader("imagenet/train", None, batch_size=256)
     for x, y in ok.DeviceLoader(loader):
         ...
     ```
@@ -58,7 +58,7 @@ def train_loader(
 
     Args:
         source: A folder with a folder of images per class (torchvision's ImageFolder), or a list of files.
-        labels: For a list of files, one integer each.
+        labels: For a list of files one integer each, for a folder None.
         batch_size: Images in a batch of this rank.
         size: Height and width of what comes out.
         device: Where images are decoded and handed over: a GPU decodes part of each itself. None for the
@@ -100,8 +100,8 @@ def train_loader(
 
 def eval_loader(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    labels: Any = None,
-    batch_size: int = 64,
+    labels: Any,
+    batch_size: int,
     *,
     size: int = 224,
     short_side: int | None = None,
