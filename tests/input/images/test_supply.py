@@ -152,6 +152,19 @@ def test_skipping_puts_the_next_good_file_there_and_nothing_else_changes(paths, 
     assert set(loader.skipped.values()) == {2}
 
 
+def test_a_pass_left_while_its_batches_are_looked_at_leaves_nothing_to_the_next(paths, make):
+    text(paths[int(list(make())[3][1][0])])
+    whole = make(on_error="skip")
+    list(whole)
+    expected = list(whole)
+    for stop in range(1, 4):
+        loader = make(on_error="skip")
+        list(islice(loader, stop))
+        for (x, y), (image, label) in zip(loader, expected, strict=True):
+            assert torch.equal(x, image)
+            assert torch.equal(y, label)
+
+
 def test_what_is_skipped_is_the_same_after_a_resume_and_at_other_numbers_of_ranks(paths, make):
     for index in (3, 4, 17):
         text(paths[index])
