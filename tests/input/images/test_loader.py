@@ -3,6 +3,8 @@
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections import deque
@@ -58,6 +60,13 @@ def test_epochs_have_other_crops_and_another_order(make):
     assert not same(first, list(make(drop_last=False, seed=1)))
     loader.set_epoch(0)
     assert same(first, list(loader))
+
+
+@pytest.mark.parametrize(("prefetch", "threads"), [(1, 1), (1, 3), (3, 2), (9, 1)])
+def test_how_far_ahead_and_in_how_many_threads_makes_no_difference(make, prefetch, threads):
+    expected = epochs(make(drop_last=False), 3)
+    ahead = epochs(make(drop_last=False, prefetch=prefetch, threads=threads), 3)
+    assert all(same(one, other) for one, other in zip(ahead, expected, strict=True))
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -260,6 +269,19 @@ def test_early_breaks_leave_no_thread_and_no_descriptor(make):
         return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
 
     assert leave_early(3) == leave_early(40)
+
+
+@pytest.mark.parametrize("body", ["pass", "batches = iter(loader); next(batches)"])
+def test_a_script_that_ends_in_the_middle_ends_well(photos, body):
+    script = f"""if True:
+        import sys
+        from overlapkit.input import images
+        loader = images.train_loader(sys.argv[1], None, 6, size=16, threads=2)
+        {body}
+    """
+    command = [sys.executable, "-W", "error", "-c", script, str(photos)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_where_images_are_decoded_is_said_once(make, caplog):

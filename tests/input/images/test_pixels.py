@@ -144,6 +144,14 @@ def test_the_cameras_orientation_is_applied(tmp_path):
     assert np.abs(pixels(shown)[0] - np.asarray(upright)[16:64]).max() < LEVELS
 
 
+def test_a_name_may_be_anything_that_a_file_system_takes(tmp_path):
+    names = [tmp_path / name for name in ("mit Leer.png", "\u00fc\u65e5.png", "\udce9.png", "a\nb.png")]
+    for level, name in enumerate(names):
+        Image.new("RGB", (8, 8), (level, 50, 100)).save(name, "PNG")
+    shown, _ = everything(images.eval_loader(names, [0] * 4, 4, size=8, short_side=8))
+    assert pixels(shown)[:, 4, 4].round().tolist() == [[level, 50, 100] for level in range(4)]
+
+
 def test_a_batch_is_the_callers_to_keep(photos):
     """No later batch is decoded into its memory."""
     loader = images.train_loader(photos, None, 8, size=32)

@@ -78,8 +78,11 @@ def train_loader(
             come twice, so that every rank has the same number of batches and of images.
         on_error: What to do about files that cannot be read or decoded: "raise" names them; "skip" lets the
             next file in the list that can be take their place, with its label, so that batches keep their
-            size and ranks their number of batches, and notes them in `skipped`.
-        threads: Threads of DALI; None for this process's cores, shared with the node's other ranks.
+            size and ranks their number of batches, and notes them in `skipped`. A file that is cut short
+            is damaged where a crop reaches what is missing; garbled colours that a decoder puts up with
+            are no damage.
+        threads: Threads that decode, and as many that read; None for this process's cores, shared with the
+            node's other ranks.
         prefetch: Batches decoded ahead, and as many read ahead of those, at least 1.
 
     Raises:

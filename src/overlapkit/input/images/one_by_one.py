@@ -51,9 +51,6 @@ class OneByOne:
         except Exception:
             self._engine = None
             return None
-        except BaseException:
-            self._engine = None
-            raise
 
     def _instead(self, job: Job, index: int, sample: int) -> torch.Tensor:
         if not self._recipe.crop.substitutes:

@@ -26,7 +26,7 @@ class Supply:
     Args:
         recipe: How a batch is made.
         batch_size: Images in the largest batch.
-        threads: Threads of DALI for decoding.
+        threads: Threads of DALI.
         ahead: Batches read, and batches decoded, ahead.
         skip: Let something else take the place of an image that cannot be decoded, rather than raise.
     """
