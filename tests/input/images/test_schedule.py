@@ -29,7 +29,7 @@ def one_pass(schedule: Schedule, epoch: int, position: int) -> list[Job]:
     return list(islice(schedule.jobs(epoch, position), schedule.batches(position)))
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(size=st.integers(1, 100), world=st.integers(1, 6), batch=st.integers(1, 20))
 def test_every_image_is_evaluated_once_and_ranks_stay_even(size: int, world: int, batch: int) -> None:
     passes = [one_pass(one, 4, 0) for one in schedules(size, world, batch, shuffle=False, drop_last=False)]
@@ -41,7 +41,7 @@ def test_every_image_is_evaluated_once_and_ranks_stay_even(size: int, world: int
     assert all(count == batch for count in counts[0][:-1])
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     size=st.integers(20, 300),
     lives=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 5)), min_size=1, max_size=4),

@@ -33,7 +33,7 @@ class ImageLoader:
         recipe: How an image is made.
         schedule: Which batches there are.
         batch_size: Images in a batch.
-        threads: Threads of DALI for decoding.
+        threads: Threads of DALI.
         prefetch: Batches made ahead.
         skip: Let something else take the place of a damaged file.
 
