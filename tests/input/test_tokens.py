@@ -1,7 +1,9 @@
 """TokenShards against windows cut one by one, over stops, world sizes and shapes."""
 
+import copy
 import json
 import math
+import pickle
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -297,6 +299,25 @@ def test_nothing_stays_mapped_or_open(folder: Path) -> None:
         del shards, rest
         assert str(folder) not in Path("/proc/self/maps").read_text()
         assert batch.tolist() == want, "batches are copies"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_mapped_memory_is_not_copied(folder: Path, copied: Any) -> None:
+    """It has gaps that nothing may read."""
+    shards = TokenShards(folder, 6, 2, rank=0, world_size=1)
+    with pytest.raises(TypeError, match="cannot be copied or pickled: .*Open the directory again"):
+        copied(shards.windows)
+    if copied is not copy.copy:
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(shards)
+
+
+def test_batches_that_were_gathered_together_are_apart(folder: Path) -> None:
+    shards = TokenShards(folder, 6, 2, rank=0, world_size=1)
+    first, second = islice(shards, 2)
+    want = second.tolist()
+    first.zero_()
+    assert second.tolist() == want
 
 
 EPOCHS = 3
