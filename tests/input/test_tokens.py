@@ -131,14 +131,17 @@ def test_ranks_come_and_go_and_no_window_is_lost_or_repeated(
         state = ranks[0].state_dict()
         assert all(rank.state_dict() == state for rank in ranks)
         seen += [row for step in zip(*rows, strict=True) for row in step]
-    assert seen[: len(order)] == order
-    assert len(seen) - len(order) < 8
+        if state["position"] == len(order):  # its last batch: what makes none for every rank is left out
+            break
+    assert seen[: len(order)] == order[: len(seen)]
+    rest = len(order) - len(seen)
+    assert 0 <= rest < world * batch_size if drop_last else -8 < rest <= 0
 
 
 def test_four_ranks_then_three_then_eight(folder: Path) -> None:
     windows = all_windows(folder, 2)
     state, seen = None, []
-    for world, batches in ((4, 3), (3, 4), (8, 2), (1, None)):
+    for world, batches in ((4, 3), (3, 3), (8, 1), (1, None)):
         ranks = [
             TokenShards(folder, 2, 2 if world > 1 else 1, rank=r, world_size=world) for r in range(world)
         ]

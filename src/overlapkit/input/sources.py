@@ -202,6 +202,11 @@ class Stateful(Source):
             batches = read(self.original, empty)
         return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot)
 
+    def over(self, position: Position) -> bool:
+        """Whether nothing is left, where the source can tell by a state of its own (`is_over`)."""
+        is_over = getattr(self.original, "is_over", None)
+        return callable(is_over) and bool(is_over(position.noted))
+
     def rest(self) -> Position:
         """The source's state."""
         return Position(mark=self.snapshot())

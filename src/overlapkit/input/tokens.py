@@ -40,6 +40,7 @@ class TokenShards:
     Each pass is an epoch, with its own order: a pass that follows another is the next epoch, unless
     `set_epoch` or `load_state_dict` said otherwise. All ranks together take a prefix of the epoch's order,
     so a state can be loaded at another number of ranks or another batch size; no window is lost or repeated.
+    After its last batch an epoch is over, whatever `drop_last` has left out.
 
     Args:
         directory: What `write_token_shards` wrote, or any safetensors files with a one-dimensional tensor
@@ -136,6 +137,10 @@ class TokenShards:
         self._passes += 1
         self._progress.load_state_dict(state)
 
+    def is_over(self, state: dict[str, Any]) -> bool:
+        """Whether the state's epoch has no batch left, so that the next pass is the next epoch."""
+        return self._progress.is_over(state["position"])
+
     def _whole_batches(self, share: int) -> int:
         return share - share % self.batch_size if self.order.drop_last else share
 
@@ -159,7 +164,7 @@ class TokenShards:
                 for batch in [gathered] if group == 1 else split(gathered, self.batch_size):
                     taken = min(taken + self.batch_size, share)
                     if number == self._passes:
-                        self._progress.take(taken)
+                        self._progress.finish() if taken == share else self._progress.take(taken)
                     yield batch
 
 

@@ -112,6 +112,10 @@ class ImageLoader:
         self._progress.load_state_dict(state)
         self._progress.position = self._schedule.after(self._progress.position, 0)  # its end, or as it is
 
+    def is_over(self, state: dict[str, Any]) -> bool:
+        """Whether the state's epoch has no batch left, so that the next pass is the next epoch."""
+        return self._schedule.batches(state["position"]) == 0
+
     def close(self) -> None:
         """Let go of DALI's pipelines and threads. The loader can be used again."""
         try:
