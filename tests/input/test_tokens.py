@@ -173,6 +173,28 @@ def test_a_state_describes_what_was_yielded(folder: Path, batches: int) -> None:
     assert list(taken(fourth)) == whole[14:]
 
 
+def test_a_rest_without_a_batch_is_the_epoch_s_end(folder: Path) -> None:
+    def build(world: int) -> TokenShards:
+        return TokenShards(folder, 6, 3, rank=0, world_size=world)
+
+    first = build(1)
+    whole = list(taken(first))
+    assert len(whole) == 9
+    state = first.state_dict()
+    assert (state["epoch"], state["position"]) == (0, 27)
+    for epoch in (None, 0):  # resumed, and asked for again
+        again = build(1)
+        again.load_state_dict(state)
+        if epoch is not None:
+            again.set_epoch(epoch)
+        assert list(taken(again)) == (list(taken(first)) if epoch is None else whole)
+    fewer = TokenShards(folder, 6, 1, rank=0, world_size=1)
+    fewer.load_state_dict(state)
+    assert [row for batch in taken(fewer) for row in batch] == in_epoch(all_windows(folder, 6), 0, 0, True)[
+        27:
+    ]
+
+
 def test_an_older_pass_moves_nothing(folder: Path) -> None:
     shards = TokenShards(folder, 6, 2, rank=0, world_size=1)
     old, new = iter(shards), iter(shards)

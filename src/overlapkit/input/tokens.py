@@ -162,7 +162,7 @@ class TokenShards:
             for at in range(0, len(places), at_once):
                 gathered = self.windows.read(places[at : at + at_once], empty)
                 for batch in [gathered] if group == 1 else split(gathered, self.batch_size):
-                    taken = min(taken + self.batch_size, share)
+                    taken += self.batch_size
                     if number == self._passes:
                         self._progress.finish() if taken == share else self._progress.take(taken)
                     yield batch
