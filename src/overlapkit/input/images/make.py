@@ -98,7 +98,7 @@ def train_loader(
     files = find_files(source, labels)
     recipe = _recipe(files, crop, device, dtype, layout, mean, std)
     order = Order(len(files.paths), *_rank(rank, world_size), seed, True, drop_last)
-    return _loader(recipe, order, batch_size, drop_last, threads, prefetch, on_error)
+    return _loader(recipe, order, batch_size, threads, prefetch, on_error)
 
 
 def eval_loader(
@@ -159,17 +159,11 @@ def eval_loader(
     files = find_files(source, labels)
     recipe = _recipe(files, CentreCrop(size, short_side), device, dtype, layout, mean, std)
     order = Order(len(files.paths), *_rank(rank, world_size), 0, False, False)
-    return _loader(recipe, order, batch_size, False, threads, prefetch, on_error)
+    return _loader(recipe, order, batch_size, threads, prefetch, on_error)
 
 
 def _loader(
-    recipe: Recipe,
-    order: Order,
-    batch_size: int,
-    drop_last: bool,
-    threads: int | None,
-    prefetch: int,
-    on_error: str,
+    recipe: Recipe, order: Order, batch_size: int, threads: int | None, prefetch: int, on_error: str
 ) -> ImageLoader:
     _check_count("batch_size", batch_size)
     _check_count("prefetch", prefetch)
@@ -177,7 +171,7 @@ def _loader(
         _check_count("threads", threads)
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error={on_error!r}: use 'raise' or 'skip'")
-    schedule = Schedule(order, recipe.files.labels, recipe.crop, batch_size, drop_last)
+    schedule = Schedule(order, recipe.files.labels, recipe.crop, batch_size)
     if schedule.batches(0) == 0:
         raise ValueError(
             f"batch_size={batch_size} on {order.world} rank(s): {order.size} files make no whole batch. Use "
