@@ -6,12 +6,14 @@ CheckpointError
 └── MismatchError       the checkpoint is sound, but the state does not fit it
 """
 
+from overlapkit import quorum
+
 
 class CheckpointError(RuntimeError):
     """Base of all errors of this package."""
 
 
-class RankFailed(CheckpointError):
+class RankFailed(CheckpointError, quorum.RankFailed):
     """Another rank failed or did not report in time, so no rank went on; the message says which, and why."""
 
 

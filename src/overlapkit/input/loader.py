@@ -155,6 +155,18 @@ class DeviceLoader:
         """The source's batch size."""
         return self._source.original.batch_size
 
+    @property
+    def next_epoch(self) -> int:
+        """The epoch to set for the next pass: `for epoch in range(loader.next_epoch, epochs): ...`.
+
+        0 at first; in front of a state in mid-epoch that epoch; after an epoch, or in front of a state at
+        its end, the one that follows. Only lists and map-style DataLoaders know that they are at an end.
+        """
+        epoch, position = self._current_epoch(), self._position
+        if position is not None and position.epoch == epoch and self._source.over(position):
+            return (epoch or 0) + 1
+        return epoch or 0
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the source, or its samplers and dataset, which epoch the next pass is.
 
@@ -219,15 +231,16 @@ class DeviceLoader:
 
     def _open(self, resume: Position | None, empty: Empty | None) -> Cursor:
         epoch = self._current_epoch()
-        if resume is not None and resume.taken and resume.epoch != epoch is not None:
+        if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
             return self._replay(resume, epoch, empty)
         cursor = self._source.begin(resume, empty)
         cursor.position.epoch = epoch
         return cursor
 
-    def _replay(self, resume: Position, epoch: int, empty: Empty | None) -> Cursor:
+    def _replay(self, resume: Position, epoch: int | None, empty: Empty | None) -> Cursor:
         """Take up the state's epoch though another one is set: where it is over, generators go through it."""
         assert resume.epoch is not None
+        assert epoch is not None
         self.set_epoch(resume.epoch)
         try:
             cursor = self._source.begin(resume, empty)
@@ -260,6 +273,11 @@ class DeviceLoader:
             return [source]
         candidates = [*sampler_chain(source), getattr(source, "dataset", None)]
         return [holder for holder in candidates if callable(getattr(holder, "set_epoch", None))]
+
+
+def _differ(saved: int | None, now: int | None) -> bool:
+    """Whether two epochs are not the same; one that was never set is none of its own."""
+    return saved is not None and now is not None and saved != now
 
 
 def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any) -> None:

@@ -13,6 +13,7 @@ from types import GeneratorType
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from overlapkit.input.landing import Empty, read
 from overlapkit.input.nesting import ATOMS
@@ -25,12 +26,21 @@ class Cursor:
     Attributes:
         position: Where the consumer stands before it has taken a batch of this pass.
         forgets: Once its end was seen the consumer stands nowhere: the next pass needs nothing of this one.
+        left: Batches that the pass has, where that is known for certain.
     """
 
-    def __init__(self, batches: Iterator[Any], position: Position, *, forgets: bool = False) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        *,
+        forgets: bool = False,
+        left: int | None = None,
+    ) -> None:
         self._batches: Iterator[Any] | None = batches
         self.position = position
         self.forgets = forgets
+        self.left = left
 
     def next(self) -> tuple[Any, Any]:
         """The next batch, and the mark that describes having taken it.
@@ -49,6 +59,10 @@ class Cursor:
                 ) from error
             raise
 
+    def after(self, here: Position, mark: Any) -> Position:
+        """Where the consumer stands that stood `here` and has taken the batch with this mark."""
+        return Position(here.taken + 1, here.epoch, here.order, mark)
+
     def close(self, handed_out: int, depth: int) -> None:
         """Let go of the source's iterator. Called once, when nobody is in `next`.
 
@@ -66,11 +80,16 @@ class Source(ABC):
 
     Attributes:
         kind: Its name in a state.
+        unit: What its positions count.
         exclusive: It has one iterator at a time: a new one makes the old one useless.
+        replays: It goes to where a state stands although another epoch was set since, for the sake of
+            generators that the epochs share.
     """
 
     kind: str
+    unit = "batch"
     exclusive = False
+    replays = True
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -83,6 +102,10 @@ class Source(ABC):
             resume: Where to start, or None.
             empty: Lends host memory to sources that make their batches in it; None without a GPU.
         """
+
+    def over(self, position: Position) -> bool:
+        """Whether nothing of the epoch is left after a position of this source, as far as it can tell."""
+        return False
 
     def check(self, resume: Position) -> None:
         """Refuse a position that this source cannot go to.
@@ -107,7 +130,11 @@ class Listed(Source):
         """Start at the first batch that has not been taken."""
         taken = resume.taken if resume else 0
         batches = (self.original[index] for index in range(taken, len(self.original)))
-        return Cursor(batches, Position(taken))
+        return Cursor(batches, Position(taken), left=len(self.original) - taken)
+
+    def over(self, position: Position) -> bool:
+        """Whether all batches have been taken."""
+        return position.taken == len(self.original)
 
     def check(self, resume: Position) -> None:
         """Refuse a position beyond the end."""
@@ -195,6 +222,19 @@ def _copied(state: Any) -> Any:
     if type(state) is list:
         return [value if type(value) in ATOMS else _copied(value) for value in state]
     return copy.deepcopy(state)
+
+
+def known_length(source: Any) -> int | None:
+    """Batches in an epoch, or None where the source does not know.
+
+    An iterable-style DataLoader is not asked: it would take its answer for a promise, and warn later.
+    """
+    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
+        return None
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _dead_workers(batches: Any) -> str:

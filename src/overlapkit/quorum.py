@@ -6,13 +6,12 @@ No collectives: this also runs in a background thread, beside the training step'
 import contextlib
 import itertools
 import json
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.device import rank_and_world
 
 Report = dict[str, Any]
@@ -21,8 +20,14 @@ Judge = Callable[[list[Report]], Report]
 _opened: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
 
-class NoVerdict(RankFailed):
-    """Rank 0 has not spoken in time; it may yet find that all went well."""
+class RankFailed(RuntimeError):
+    """Another rank failed or did not report in time, so no rank went on; the message says which, and why.
+
+    Attributes:
+        undecided: Rank 0 has not spoken in time; it may yet find that all went well.
+    """
+
+    undecided = False
 
 
 class Quorum:
@@ -35,24 +40,34 @@ class Quorum:
 
     Args:
         name: The same on every rank; what is settled under one name is counted together.
-        timeout: Seconds that a rank waits for the others, or for rank 0's verdict.
+        timeout: Seconds that a rank waits for the others, or for rank 0's verdict; None for as long as the
+            process group's own store does.
+        failure: What is raised where another rank failed.
+
+    Attributes:
+        store: The job's, for this quorum's owner alone; None where there is one rank.
+        name: What its keys begin with.
 
     Raises:
         RuntimeError: A launcher started several ranks and there is no process group yet.
     """
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(
+        self, name: str, timeout: float | None = None, *, failure: type[RankFailed] = RankFailed
+    ) -> None:
         self.rank, self.world = rank_and_world()
-        self.timeout = timeout
+        self.timeout = timeout or 0.0
+        self.store: Any = None
+        self._failure = failure
         self._settled: list[str] = []
-        self._store: Any = None
         if self.world > 1:
             from torch.distributed.distributed_c10d import _get_default_store
 
             store: Any = _get_default_store()
             self._served = store  # on rank 0 this may be the server itself
-            self._store = store.clone()  # a clone may be used from another thread
-            self._name = f"overlapkit/checkpoint/{zlib.crc32(name.encode()):08x}/{next(_opened[name])}"
+            self.store = store.clone()  # a clone may be used from another thread
+            self.timeout = timeout or store.timeout.total_seconds()
+            self.name = f"overlapkit/{zlib.crc32(name.encode()):08x}/{next(_opened[name])}"
 
     def together(self, key: str, work: Callable[[], Report], judge: Judge) -> Report:
         """Do a piece of work on every rank; where it fails on one, it fails on all.
@@ -71,7 +86,7 @@ class Quorum:
         except BaseException as error:
             own, report = error, {"error": f"{type(error).__name__}: {error}"}
         try:
-            return self.settle(key, report, lambda reports: judge(_unless_failed(reports)))
+            return self.settle(key, report, lambda reports: judge(self._unless_failed(reports)))
         except BaseException:
             if own is None:
                 raise
@@ -87,23 +102,23 @@ class Quorum:
                 and the others raise RankFailed with its text.
 
         Raises:
-            RankFailed: A rank did not report within the timeout; NoVerdict where rank 0 gave none.
+            RankFailed: A rank did not report within the timeout, or rank 0 gave no verdict.
         """
         if self.world == 1:
             return judge([report])
-        prefix = f"{self._name}/{key}"
+        prefix = f"{self.name}/{key}"
         if self.rank != 0:
-            self._store.set(f"{prefix}/{self.rank}", json.dumps(report))
+            self.store.set(f"{prefix}/{self.rank}", json.dumps(report))
             verdict: Report = json.loads(self._await_verdict(prefix))
             if "raised" in verdict:
-                raise RankFailed(verdict["raised"])
+                raise self._failure(verdict["raised"])
             return verdict
         try:
             verdict = judge([report, *self._await_reports(prefix)])
         except BaseException as error:
-            self._store.set(f"{prefix}/verdict", json.dumps({"raised": _text(error)}))
+            self.store.set(f"{prefix}/verdict", json.dumps({"raised": _text(error)}))
             raise
-        self._store.set(f"{prefix}/verdict", json.dumps(verdict))
+        self.store.set(f"{prefix}/verdict", json.dumps(verdict))
         return verdict
 
     def leave(self) -> None:
@@ -113,47 +128,70 @@ class Quorum:
         """
         if self.world == 1:
             return
-        keys = [f"{self._name}/left/{rank}" for rank in range(1, self.world)]
+        keys = [f"{self.name}/left/{rank}" for rank in range(1, self.world)]
         with contextlib.suppress(RuntimeError):
             if self.rank != 0:
-                self._store.set(keys[self.rank - 1], "")
-                return
-            self._store.wait(keys, timedelta(seconds=min(self.timeout, 5.0)))
-            for key in [*keys, *self._settled]:
-                self._store.delete_key(key)
+                self.store.set(keys[self.rank - 1], "")
+            elif await_keys(self.store, keys, min(self.timeout, 5.0)):
+                for key in [*keys, *self._settled]:
+                    self.store.delete_key(key)
 
     def _await_reports(self, prefix: str) -> list[Report]:
         keys = [f"{prefix}/{rank}" for rank in range(1, self.world)]
         earlier, ours = self._settled, [*keys, f"{prefix}/verdict"]
         self._settled = earlier + ours  # without all reports, too: the next settlement deletes them
-        try:
-            self._store.wait(keys, timedelta(seconds=self.timeout))
-        except RuntimeError as error:  # DistStoreError
-            missing = [rank for rank, key in enumerate(keys, start=1) if not self._store.check([key])]
-            raise RankFailed(
+        if not await_keys(self.store, keys, self.timeout):
+            missing = [rank for rank, key in enumerate(keys, start=1) if not self.store.check([key])]
+            raise self._failure(
                 f"rank(s) {', '.join(map(str, missing)) or 'none'} did not report within {self.timeout} s: "
-                f"every rank must make the same calls, and be alive ({error})"
-            ) from error
+                "every rank must make the same calls, and be alive"
+            )
         for key in earlier:
-            self._store.delete_key(key)
+            self.store.delete_key(key)
         self._settled = ours
-        return [json.loads(value) for value in self._store.multi_get(keys)]
+        return [json.loads(value) for value in self.store.multi_get(keys)]
 
     def _await_verdict(self, prefix: str) -> bytes:
         key = f"{prefix}/verdict"
         try:
-            self._store.wait([key], timedelta(seconds=self.timeout))
-            verdict: bytes = self._store.get(key)
-        except RuntimeError as error:
-            raise NoVerdict(f"rank 0 gave no verdict within {self.timeout} s ({error})") from error
-        return verdict
+            if await_keys(self.store, [key], self.timeout):
+                verdict: bytes = self.store.get(key)
+                return verdict
+            why = ""
+        except RuntimeError as error:  # rank 0 may have served the store, and be gone
+            why = f" ({error})"
+        failed = self._failure(f"rank 0 gave no verdict within {self.timeout} s{why}")
+        failed.undecided = True
+        raise failed
+
+    def _unless_failed(self, reports: list[Report]) -> list[Report]:
+        failed = [f"rank {rank}: {it['error']}" for rank, it in enumerate(reports) if "error" in it]
+        if failed:
+            raise self._failure("; ".join(failed))
+        return reports
 
 
-def _unless_failed(reports: list[Report]) -> list[Report]:
-    failed = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if "error" in report]
-    if failed:
-        raise RankFailed("; ".join(failed))
-    return reports
+def await_keys(
+    store: Any, keys: list[str], timeout: float, given_up: Callable[[], bool] = lambda: False
+) -> bool:
+    """Wait until all keys are in the store; False where they are not within `timeout` seconds.
+
+    Asks again and again, after pauses that grow with the time waited: one long wait inside the store could
+    be neither interrupted nor given up.
+
+    Args:
+        store: A torch.distributed Store.
+        keys: To wait for.
+        timeout: Seconds.
+        given_up: Whether nobody wants to know any more.
+    """
+    began = time.monotonic()
+    while not store.check(keys):
+        waited = time.monotonic() - began
+        if waited >= timeout or given_up():
+            return False
+        time.sleep(min(max(waited / 10, 1e-4), 0.02))
+    return True
 
 
 def _text(error: BaseException) -> str:
