@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from overlapkit.input.order import Order
 from overlapkit.input.landing import Empty
+from overlapkit.input.order import Order
 from overlapkit.input.position import Position
 from overlapkit.input.progress import FORMAT, Progress
 from overlapkit.input.sampler import ElasticSampler, Pass

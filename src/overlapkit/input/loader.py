@@ -219,23 +219,21 @@ class DeviceLoader:
 
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
-        mover = None
+        mover = empty = None
         if self._device.type == "cuda":
             mover = self._idle.pop() if self._idle else self._new_mover()
+            empty = mover.landing.empty
+        epoch = self._current_epoch()
         try:
-            cursor = self._open(resume, mover.landing.empty if mover else None)
+            if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
+                cursor = self._replay(resume, epoch, empty)
+            else:
+                cursor = self._source.begin(resume, empty)
+                cursor.position.epoch = epoch
         except BaseException:
             self._idle += [mover] if mover else []
             raise
         return Reader(cursor, mover, self._fixed, self._transform, self._log)
-
-    def _open(self, resume: Position | None, empty: Empty | None) -> Cursor:
-        epoch = self._current_epoch()
-        if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
-            return self._replay(resume, epoch, empty)
-        cursor = self._source.begin(resume, empty)
-        cursor.position.epoch = epoch
-        return cursor
 
     def _replay(self, resume: Position, epoch: int | None, empty: Empty | None) -> Cursor:
         """Take up the state's epoch though another one is set: where it is over, generators go through it."""
