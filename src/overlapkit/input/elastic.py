@@ -8,13 +8,14 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from overlapkit.input.generators import random_state
 from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.position import Position
 from overlapkit.input.progress import FORMAT, Progress
 from overlapkit.input.sampler import ElasticSampler, Pass
 from overlapkit.input.skipping import twin
-from overlapkit.input.sources import Cursor, Source, random_state
+from overlapkit.input.sources import Cursor, Source
 
 
 def elastic_sampler(loader: DataLoader[Any]) -> ElasticSampler | None:
