@@ -57,7 +57,7 @@ class ElasticLoader(Source):
             if resumed:
                 self._sampler.load_state_dict(self._state(resume))
             else:
-                warnings.warn(resume.left_out(self._sampler.epoch, self.unit), stacklevel=7)
+                warnings.warn(resume.left_out(self._sampler.epoch, self.unit), stacklevel=6)
         one = self._sampler.begin()
         if not self._batches(one.share):  # fewer samples are left than a batch
             self._sampler.set_epoch(one.epoch)
