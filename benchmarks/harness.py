@@ -41,6 +41,7 @@ __all__ = [
     "alternate",
     "figure_table",
     "finish",
+    "new_file",
     "parser",
     "report",
     "returned_seconds",
@@ -193,9 +194,17 @@ def parser(question: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=question)
     options.set_defaults(question=question)
     options.add_argument("--quick", action="store_true", help="a short run, under a minute on two cores")
-    options.add_argument("--json", type=_new_file, metavar="PATH", help="write the report here")
+    options.add_argument("--json", type=new_file, metavar="PATH", help="write the report here")
     options.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU where there is one)")
     return options
+
+
+def new_file(text: str) -> Path:
+    """An option's type: a path that can be written. A report that cannot would cost the whole run."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: name a file in a folder that exists and can be written")
+    return path
 
 
 def finish(figures: Sequence[Figure], args: argparse.Namespace) -> int:
@@ -238,11 +247,3 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     half = path.with_name(path.name + ".part")
     half.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     os.replace(half, path)
-
-
-def _new_file(text: str) -> Path:
-    """Checked before the run: a report that cannot be written would cost the whole run."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r}: name a file in a folder that exists and can be written")
-    return path

@@ -68,6 +68,12 @@ def commit(root: Path = ROOT) -> str:
     return f"{head}-dirty" if _git(root, "status", "--porcelain") else head
 
 
+def environment() -> dict[str, str]:
+    """For processes that a benchmark starts: they find the checkout's package, installed or not."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def _git(root: Path, *words: str) -> str | None:
     try:
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=30)
