@@ -21,8 +21,11 @@ _PACKAGES = (
     "numpy",
     "nvidia-dali-cuda120",
     "nvidia-dali-cuda130",
+    "pillow",
     "rich",
     "safetensors",
+    "simplejpeg",
+    "spdl",
     "torchdata",
     "triton",
 )
