@@ -1,0 +1,131 @@
+"""Batches in order, made ahead, and made one file at a time where a file is damaged.
+
+DALI names no file when one cannot be decoded: it fails the whole batch, and every batch after it.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+
+from overlapkit.input.images.engine import Engine, Recipe
+from overlapkit.input.images.job import Job
+from overlapkit.input.images.one_by_one import OneByOne
+
+
+class Supply:
+    """Makes the batches that an endless iterator of jobs asks for.
+
+    Invariants:
+        * Used by one thread at a time.
+        * Jobs come out in the order in which they came in, each once, whatever became of their files.
+        * Each failure of DALI takes at least one job out, so a damaged file cannot make it run in circles.
+
+    Args:
+        recipe: How a batch is made.
+        batch_size: Images in the largest batch.
+        threads: Threads of DALI for decoding.
+        ahead: Batches read, and batches decoded, ahead.
+        skip: Let something else take the place of an image that cannot be decoded, rather than raise.
+    """
+
+    def __init__(self, recipe: Recipe, batch_size: int, threads: int, ahead: int, skip: bool) -> None:
+        self._recipe = recipe
+        self._shape = batch_size, threads, ahead
+        self._skip = skip
+        self._careful = OneByOne(recipe)
+        self._jobs: Iterator[Job] = iter(())
+        self._engine: Engine | None = None
+        self._suspects: deque[Job] = deque()
+        self._failure: Exception | None = None
+
+    @property
+    def next_place(self) -> tuple[int, int, int] | None:
+        """The place of the job that comes out next, or None where nothing has been begun."""
+        if self._suspects:
+            return self._suspects[0].place
+        return self._engine.jobs[0].place if self._engine is not None and self._engine.jobs else None
+
+    def begin(self, jobs: Iterator[Job]) -> None:
+        """Let these jobs be what comes next."""
+        self._jobs = jobs
+        self._suspects.clear()
+        if self._engine is not None:
+            try:
+                self._engine.drain()
+            except Exception:  # of files that nobody asks for any more
+                self._engine = None
+            except BaseException:
+                self._engine = None
+                raise
+        self._fill()
+
+    def take(self) -> tuple[Job, torch.Tensor]:
+        """The next batch: its job, and images.
+
+        Raises:
+            RuntimeError: Files cannot be decoded, and are named; or DALI fails though each of them can.
+        """
+        if self._suspects:
+            return self._take_suspect()
+        assert self._engine is not None
+        try:
+            taken = self._engine.pull()
+        except Exception as error:
+            self._suspect(error)
+            return self._take_suspect()
+        except BaseException:
+            self._engine = None
+            raise
+        self._fill()
+        return taken
+
+    def close(self) -> None:
+        """Throw away what is under way, and the pipelines."""
+        self._engine = None
+        self._careful.close()
+        self._suspects.clear()
+        self._jobs = iter(())
+
+    def _fill(self) -> None:
+        try:
+            if self._engine is None:
+                self._engine = Engine(self._recipe, *self._shape)
+            while not self._engine.full:
+                self._engine.push(next(self._jobs))
+        except Exception as error:
+            if self._engine is None or not self._engine.jobs:
+                raise  # it could not even be built
+            self._suspect(error)
+        except BaseException:
+            self._engine = None
+            raise
+
+    def _suspect(self, failure: Exception) -> None:
+        """One of the batches under way is damaged; DALI does not say which."""
+        assert self._engine is not None
+        self._suspects, self._failure, self._engine = self._engine.jobs, failure, None
+
+    def _take_suspect(self) -> tuple[Job, torch.Tensor]:
+        job = self._suspects.popleft()
+        images, damaged = self._careful.make(job)
+        if damaged and not self._skip:
+            raise RuntimeError(
+                f"cannot decode {_listed(damaged)}. Take what is damaged out of the data set, or "
+                "let something else take its place with on_error='skip'"
+            ) from self._failure
+        if damaged:
+            self._jobs = chain(self._suspects, self._jobs)
+            self._suspects, self._failure = deque(), None
+            self._fill()
+        elif not self._suspects:
+            raise RuntimeError(
+                "DALI failed, though each image of the batches under way can be decoded by itself"
+            ) from self._failure
+        return job, images
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
