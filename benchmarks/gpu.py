@@ -38,6 +38,9 @@ from machine import ROOT, environment
 WEIGHTS = {"ceilings": 2, "tests": 6, "kernels": 6, "optim": 3, "input": 3, "checkpoint": 4, "step": 6}
 """Every part in the order in which it runs, with its weight in the sharing of the budget."""
 
+LONG = {"input"}
+"""Parts whose whole run takes more than the budget: they run with --quick."""
+
 FAILED = 1
 NOTHING_FOUND = 5  # pytest's exit code
 TAIL = 4000  # characters of output that the JSON keeps of a part that did not pass
@@ -121,7 +124,7 @@ def benchmark_command(name: str, device: str, report: Path) -> list[str] | None:
     script = ROOT / "benchmarks" / f"{name}.py"
     if not script.exists():
         return None
-    quick = ["--quick"] if device == "cpu" else []
+    quick = ["--quick"] if device == "cpu" or name in LONG else []
     return [sys.executable, str(script.relative_to(ROOT)), "--json", str(report), "--device", device, *quick]
 
 

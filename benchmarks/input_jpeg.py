@@ -3,7 +3,11 @@
 512 photographs of 51 KB become batches of 64 crops of 224 x 224 pixels, on two threads or with up to two
 workers (see jpeg_variants.py). Of each variant: images/s in the first epoch, from the constructor's call,
 and in the later ones; the time to the first batch; the memory of the process and its workers. And of ours
-and DALI: what the start-up still costs a script that works for half a second before its first step.
+and DALI: how much of the time to the first batch is left to a script that has half a second of other work to
+do before its first step.
+
+Ours imports DALI after the constructor's call, in the background; a script with DALI alone has done so
+before. So the goal for the first batch counts the imports of both, all but torch's.
 """
 
 import json
@@ -71,19 +75,18 @@ def measure(quick: bool, device: torch.device) -> list[Figure]:
     """All figures of this part."""
     count, later, rounds = (128, 2, 1) if quick else (512, 6, 5)
     with tempfile.TemporaryDirectory(prefix="photographs-") as folder:
-        write_photographs(Path(folder), count)
-        return figures(*runs(Path(folder), later, rounds, str(device)))
-
-
-def runs(folder: Path, later: int, rounds: int, device: str, *more: str) -> tuple[list[Run], list[Run]]:
-    """Run all variants in turns: those of a whole run, and those of a start-up beside other work."""
-    options = ["--folder", str(folder), "--device", device, *more]
-    whole = [Run(name, [*options, "--later", str(later)]) for name in VARIANTS]
-    starts = [Run(name, [*options, "--work", str(WORK_S)]) for name in (OURS, DALI)]
-    turns: dict[str, Callable[[], object]] = {run.variant: run for run in whole}
-    turns |= {f"{run.variant} beside work": run for run in starts}
-    alternate(turns, rounds=rounds, warmup=0)
-    return whole, starts
+        options = ["--folder", folder, "--device", str(device)]
+        whole = [Run(name, [*options, "--later", str(later)]) for name in VARIANTS]
+        starts = [Run(name, [*options, "--work", str(WORK_S)]) for name in (OURS, DALI)]
+        try:
+            write_photographs(Path(folder), count)
+        except ImportError:
+            for run in (*whole, *starts):
+                run.absent = "pip install scikit-learn pillow"
+        turns: dict[str, Callable[[], object]] = {run.variant: run for run in whole}
+        turns |= {f"{run.variant} beside work": run for run in starts}
+        alternate(turns, rounds=rounds, warmup=0)
+    return figures(whole, starts)
 
 
 def figures(whole: list[Run], starts: list[Run]) -> list[Figure]:
@@ -92,9 +95,9 @@ def figures(whole: list[Run], starts: list[Run]) -> list[Figure]:
         *_rows("later epochs", "later_rate", "images/s", 1, "higher", whole, 0.98),
         _against_best(whole),
         *_rows("first epoch", "first_rate", "images/s", 1, "higher", whole),
-        *_rows("first batch", "first_batch_s", "ms", 1e3, "lower", whole, 1.1),
-        *_rows("first batch and imports", "imported_s", "ms", 1e3, "lower", whole),
-        *_rows(f"start-up beside {WORK_S:g} s of work", "exposed_s", "ms", 1e3, "lower", starts, 0.5),
+        *_rows("first batch with imports", "imported_s", "ms", 1e3, "lower", whole, 1.1),
+        *_rows("first batch from the constructor", "first_batch_s", "ms", 1e3, "lower", whole),
+        *_rows(f"first batch beside {WORK_S:g} s of work", "imported_s", "ms", 1e3, "lower", starts, 0.5),
         *_rows("memory", "memory", "MiB", 2**-20, "lower", whole),
     ]
 

@@ -128,9 +128,13 @@ def thread_pool(job: Job) -> Open:
 def spdl(job: Job) -> Open:
     """SPDL's pipeline: its decoder and FFmpeg's crop, scale and flip in threads, then one batch at a time."""
     import spdl.io
+    import spdl.io.utils
     import spdl.pipeline
 
-    spdl.io.demux_image  # noqa: B018  # resolved late: fails here where FFmpeg's libraries are missing
+    try:
+        spdl.io.utils.get_ffmpeg_versions()
+    except RuntimeError as error:  # it looks for FFmpeg's libraries when they are first used
+        raise ImportError(f"SPDL found no FFmpeg: {error}") from error
 
     def decode(index: int) -> Any:
         packets = spdl.io.demux_image(job.files[index])

@@ -78,6 +78,7 @@ def test_a_benchmark_is_told_device_and_report_and_what_it_says_is_logged(checko
     assert "===== step:" in log
     assert "'--device', 'cpu', '--quick'" in log
     assert "--quick" not in gpu.benchmark_command("step", "cuda", Path("report"))
+    assert "--quick" in gpu.benchmark_command("input", "cuda", Path("report"))  # the whole takes too long
 
 
 def test_a_part_that_hangs_is_ended_with_its_children(checkout, monkeypatch):
