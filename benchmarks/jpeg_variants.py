@@ -153,7 +153,8 @@ def spdl(job: Job) -> Open:
     def open_() -> Batches:
         torch.set_num_threads(1)
         indices = (index for batch in _shuffled(job) for index in batch.tolist())
-        made = spdl.pipeline.PipelineBuilder().add_source(indices).pipe(decode, concurrency=job.threads)
+        made = spdl.pipeline.PipelineBuilder().add_source(indices)
+        made = made.pipe(decode, concurrency=job.threads, output_order="input")  # else epochs run together
         return _spdl_batches(
             made.aggregate(job.batch).pipe(collate).add_sink(2).build(num_threads=job.threads)
         )
