@@ -29,8 +29,8 @@ def uniforms(samples: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarr
     """
     digest = hashlib.blake2b(f"draws/{seed}/{epoch}".encode(), digest_size=8).digest()
     start = np.frombuffer(digest, dtype="<u8")
-    value: np.ndarray = samples.astype(np.uint64)[:, None] * np.uint64(count) + np.arange(
-        count, dtype=np.uint64
+    value: np.ndarray = np.add.outer(
+        samples.astype(np.uint64) * np.uint64(count), np.arange(count, dtype=np.uint64)
     )
     value *= _STEP
     value += start

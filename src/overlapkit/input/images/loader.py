@@ -1,6 +1,7 @@
 """ImageLoader: images decoded ahead by DALI, in an order and with random crops that are ours to resume."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -54,6 +55,7 @@ class ImageLoader:
         self._progress = Progress(schedule.order)
         self._digest = recipe.files.digest
         self._passes = 0
+        self._lock = threading.Lock()  # a reader that was left behind may still be in `take`
         self._supply = supply = Supply(recipe, batch_size, threads, prefetch, skip)
         self._lane = Lane("images", kind="thread")
         self._started: Ticket[None] | None = self._lane.submit(lambda: supply.begin(schedule.jobs(0, 0)))
@@ -70,12 +72,13 @@ class ImageLoader:
             RuntimeError: Files cannot be decoded, and are named; with on_error="raise".
         """
         self._finish_start()
-        self._passes += 1
-        self._progress.begin()
-        place = self._progress.epoch, self._progress.position, 0
-        if self._supply.next_place != place:
-            self._supply.begin(self._schedule.jobs(*place[:2]))
-        return self._run(self._passes, self._progress.position)
+        with self._lock:
+            self._passes += 1
+            self._progress.begin()
+            epoch, position = self._progress.epoch, self._progress.position
+            if self._supply.next_place != (epoch, position, 0):
+                self._supply.begin(self._schedule.jobs(epoch, position))
+            return self._run(self._passes, position)
 
     def __len__(self) -> int:
         """Batches of each rank in an epoch."""
@@ -107,16 +110,16 @@ class ImageLoader:
                 "(a list that glob returned is in no order: sort it)"
             )
         self._progress.load_state_dict(state)
-        if self._schedule.batches(self._progress.position) == 0:
-            self._progress.position = self._schedule.order.size  # no whole batch is left
+        self._progress.position = self._schedule.after(self._progress.position, 0)  # its end, or as it is
 
     def close(self) -> None:
         """Let go of DALI's pipelines and threads. The loader can be used again."""
-        self._passes += 1
         try:
             self._finish_start()
         finally:
-            self._supply.close()
+            with self._lock:
+                self._passes += 1
+                self._supply.close()
 
     def _finish_start(self) -> None:
         """Wait for the background start: what it set up is used by one thread at a time."""
@@ -131,16 +134,20 @@ class ImageLoader:
 
     def _run(self, number: int, position: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for batch in range(self._schedule.batches(position)):
-            if number != self._passes:
-                raise RuntimeError(
-                    "this iterator became useless when a newer one was made, or the loader was closed: there "
-                    "is one iterator at a time. Make a second loader for nested loops"
-                )
-            job, images = self._supply.take()
-            for name in job.skipped:
-                self.skipped[name] = self.skipped.get(name, 0) + 1
-            self._progress.take(self._schedule.taken(position, batch + 1))
+            with self._lock:
+                self._refuse_old(number)
+                job, images = self._supply.take()
+                self._progress.position = self._schedule.after(position, batch + 1)
+                for name in job.skipped:
+                    self.skipped[name] = self.skipped.get(name, 0) + 1
             yield images, torch.from_numpy(job.labels).to(self.device, non_blocking=True)
+
+    def _refuse_old(self, number: int) -> None:
+        if number != self._passes:
+            raise RuntimeError(
+                "this iterator became useless when a newer one was made, or the loader was closed: there "
+                "is one iterator at a time. Make a second loader for nested loops"
+            )
 
 
 @cache

@@ -40,10 +40,13 @@ class Schedule:
         share = self.order.share(position)
         return share // self._size if self._drop_last else -(-share // self._size)
 
-    def taken(self, position: int, batches: int) -> int:
-        """This rank's samples that are done with after some batches of a pass that began at `position`."""
-        whole = batches == self.batches(position)  # what fills no batch is done with, too
-        return self.order.share(position) if whole else batches * self._size
+    def after(self, position: int, batches: int) -> int:
+        """Where the epoch stands when each rank has taken some batches since `position`.
+
+        After the last one it is over, at whatever number of ranks: what fills no batch is done with, too.
+        """
+        over = batches == self.batches(position)
+        return self.order.size if over else self.order.after(position, batches * self._size)
 
     def jobs(self, epoch: int, position: int) -> Iterator[Job]:
         """The batches of an epoch after `position`, then those of the next epochs, without end."""

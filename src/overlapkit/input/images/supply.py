@@ -105,7 +105,8 @@ class Supply:
     def _suspect(self, failure: Exception) -> None:
         """One of the batches under way is damaged; DALI does not say which."""
         assert self._engine is not None
-        self._suspects, self._failure, self._engine = self._engine.jobs, failure, None
+        self._suspects, self._engine = self._engine.jobs, None
+        self._failure = failure.with_traceback(None)  # its frames would keep the pipelines, and their threads
 
     def _take_suspect(self) -> tuple[Job, torch.Tensor]:
         job = self._suspects.popleft()
