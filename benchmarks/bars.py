@@ -14,10 +14,14 @@ _LOG_FROM = 30  # times the smallest value
 
 
 def draw(path: Path, figures: Sequence[Figure], title: str) -> None:
-    """Write a PNG.
+    """Write the picture as a PNG."""
+    picture(figures, title).savefig(path, format="png")
+
+
+def picture(figures: Sequence[Figure], title: str) -> Any:
+    """A matplotlib figure.
 
     Args:
-        path: Where to.
         figures: Named "group, variant"; those of one group have one unit. Variants that begin with "ours"
             are strong. A line marks the goal of a figure that has one.
         title: Stands above all.
@@ -29,13 +33,13 @@ def draw(path: Path, figures: Sequence[Figure], title: str) -> None:
     canvas = require("matplotlib.figure", "viz").Figure(
         figsize=(12, 2.4 * rows), dpi=110, layout="constrained"
     )
-    panels = canvas.subplots(rows, _COLUMNS, squeeze=False).flat
+    panels = list(canvas.subplots(rows, _COLUMNS, squeeze=False).flat)
     for axes, (group, members) in zip(panels, groups.items(), strict=False):
         _panel(axes, group, members)
-    for axes in list(panels)[len(groups) :]:
+    for axes in panels[len(groups) :]:
         axes.set_axis_off()
     canvas.suptitle(title)
-    canvas.savefig(path, format="png")
+    return canvas
 
 
 def _panel(axes: Any, group: str, members: Sequence[Figure]) -> None:
