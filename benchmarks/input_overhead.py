@@ -133,7 +133,7 @@ class Resume:
 def loaders(folder: Path, count: int, device: torch.device) -> dict[str, Callable[[], ok.DeviceLoader]]:
     """The kinds of sources, each of `count` batches of one sample."""
     samples = range(count)
-    ok.write_token_shards([np.arange(count * WINDOW + 1, dtype=np.uint32)], folder / "shards")
+    ok.write_token_shards([np.arange(count * WINDOW + 1)], folder / "shards", dtype="uint32")
     sources: dict[str, Callable[[], Any]] = {
         "list": lambda: samples,
         "ElasticSampler": lambda: DataLoader(samples, sampler=ok.ElasticSampler(samples, seed=0)),  # type: ignore[arg-type]

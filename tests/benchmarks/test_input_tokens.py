@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import input_tokens
@@ -16,13 +17,15 @@ CPU = torch.device("cpu")
 COUNT, WINDOW, BATCH = 20_001, 50, 8  # 400 windows, each with one token more: 50 batches
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata's, by newer versions of torch
 def test_every_variant_reads_each_window_once(tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path, COUNT)
     expected = Counter(tuple(tokens[at : at + WINDOW + 1].tolist()) for at in range(0, COUNT - 1, WINDOW))
     assert len(expected) > 300  # text, not one pattern
     for name, source in sources(tmp_path, tokens, WINDOW, BATCH, CPU).items():
+        dtype = torch.int64 if "DataLoader, " in name and "uint16" not in name else torch.uint16
         batches = list(source)
-        assert [(batch.shape, batch.dtype) for batch in batches] == [((BATCH, WINDOW + 1), torch.uint16)] * 50
+        assert [(batch.shape, batch.dtype) for batch in batches] == [((BATCH, WINDOW + 1), dtype)] * 50
         rows = [tuple(row) for batch in batches for row in batch.tolist()]
         assert Counter(rows) == expected, name
         assert rows != sorted(rows)
