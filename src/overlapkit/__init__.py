@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from overlapkit import kernels
     from overlapkit.checkpoint import Checkpointer
-    from overlapkit.input import DeviceLoader
+    from overlapkit.input import DeviceLoader, ElasticSampler
     from overlapkit.measure import StepMeter, StepReport
     from overlapkit.optim import AdamW
     from overlapkit.parallel import replicate, shard
@@ -21,6 +21,7 @@ __all__ = [
     "AdamW",
     "Checkpointer",
     "DeviceLoader",
+    "ElasticSampler",
     "StepMeter",
     "StepReport",
     "kernels",
@@ -32,6 +33,7 @@ _HOME = {
     "AdamW": "optim",
     "Checkpointer": "checkpoint",
     "DeviceLoader": "input",
+    "ElasticSampler": "input",
     "StepMeter": "measure",
     "StepReport": "measure",
     "replicate": "parallel",

@@ -293,6 +293,18 @@ def test_a_set_epoch_that_goes_unmentioned_is_resumed_too() -> None:
     assert [plain(batch) for batch in other] == batches[1:]
 
 
+@pytest.mark.parametrize("build", [in_order, shuffled, MAP_STYLE["distributed"]])
+def test_an_epoch_that_is_set_only_after_loading_is_the_state_s_own(build: Callable[..., Any]) -> None:
+    torch.manual_seed(3)
+    bare = [plain(batch) for batch in build(12, 2)]
+    torch.manual_seed(3)
+    first, second = DeviceLoader(build(12, 2), "cpu"), DeviceLoader(build(12, 2), "cpu")
+    begun = [plain(next(iter(first)))]
+    second.load_state_dict(first.state_dict())
+    second.set_epoch(0)
+    assert begun + [plain(batch) for batch in second] == bare
+
+
 def test_another_epoch_than_the_state_s_starts_at_its_beginning_with_a_warning() -> None:
     loader = DeviceLoader(MAP_STYLE["distributed"](12, 2), "cpu")
     loader.set_epoch(1)

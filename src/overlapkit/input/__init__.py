@@ -1,5 +1,6 @@
 """Lanes 1 and 2: the next batch is ready, and on the device, before the step asks for it."""
 
 from overlapkit.input.loader import DeviceLoader
+from overlapkit.input.sampler import ElasticSampler
 
-__all__ = ["DeviceLoader"]
+__all__ = ["DeviceLoader", "ElasticSampler"]

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from overlapkit.input.elastic import ElasticLoader, elastic_sampler
 from overlapkit.input.skipping import SkippingLoader, why_not_skipping
-from overlapkit.input.sources import Listed, Opaque, Source, Stateful
+from overlapkit.input.sources import Listed, Opaque, Source, Stateful, known_length
 
 
 def open_source(source: Any) -> Source:
@@ -23,7 +24,8 @@ def open_source(source: Any) -> Source:
     elif callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None)):
         found = Stateful(source)
     elif isinstance(source, DataLoader) and why_not_skipping(source) is None:
-        found = SkippingLoader(source)
+        elastic = elastic_sampler(source)
+        found = SkippingLoader(source) if elastic is None else ElasticLoader(source, elastic)
     elif isinstance(source, DataLoader):
         found = Opaque(source, why_not_skipping(source) or "")
         found.exclusive = source.persistent_workers
@@ -35,19 +37,6 @@ def open_source(source: Any) -> Source:
             "hold at least one whole batch"
         )
     return found
-
-
-def known_length(source: Any) -> int | None:
-    """Batches in an epoch, or None where the source does not know.
-
-    An iterable-style DataLoader is not asked: it would take its answer for a promise, and warn later.
-    """
-    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
-        return None
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _refuse(source: Any) -> None:

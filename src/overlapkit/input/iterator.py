@@ -125,12 +125,7 @@ class BatchIterator:
     def _is_over(self, outcome: _Outcome) -> bool:
         """Whether the epoch that a state stands in is over, by its end or because another one was set."""
         if isinstance(outcome, Pulled) and self.position.epoch != self._epoch:
-            warnings.warn(
-                f"the loaded state stands after batch {self.position.taken} of epoch {self.position.epoch}, "
-                f"but epoch {self._epoch} was set: the rest of that epoch is left out. Start at the state's "
-                "epoch to go on in it",
-                stacklevel=3,
-            )
+            warnings.warn(self.position.left_out(self._epoch, "batch"), stacklevel=3)
             return True
         return isinstance(outcome, Ended)
 
@@ -155,8 +150,7 @@ class BatchIterator:
             self._close_after(error)
             raise
         self._handed_out += 1
-        here = self.position
-        self.position = Position(here.taken + 1, here.epoch, here.order, pulled.mark)
+        self.position = self._reader.cursor.after(self.position, pulled.mark)
         self._on_taken(self.position)
         return batch
 

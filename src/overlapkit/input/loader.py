@@ -147,6 +147,18 @@ class DeviceLoader:
         """The source's batch size."""
         return self._source.original.batch_size
 
+    @property
+    def next_epoch(self) -> int:
+        """The epoch to set for the next pass: `for epoch in range(loader.next_epoch, epochs): ...`.
+
+        0 at first; in front of a state in mid-epoch that epoch; after an epoch, or in front of a state at
+        its end, the one that follows. Only lists and map-style DataLoaders know that they are at an end.
+        """
+        epoch, position = self._current_epoch(), self._position
+        if position is not None and position.epoch == epoch and self._source.over(position):
+            return (epoch or 0) + 1
+        return epoch or 0
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the source, or its samplers and dataset, which epoch the next pass is.
 
@@ -199,7 +211,7 @@ class DeviceLoader:
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
         epoch = self._current_epoch()
-        if resume is not None and resume.taken and resume.epoch != epoch is not None:
+        if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
             cursor = self._replay(resume, epoch)
         else:
             cursor = self._source.begin(resume)
@@ -209,9 +221,10 @@ class DeviceLoader:
             mover = self._idle.pop() if self._idle else self._new_mover()
         return Reader(cursor, mover, self._transform, self._log)
 
-    def _replay(self, resume: Position, epoch: int) -> Cursor:
+    def _replay(self, resume: Position, epoch: int | None) -> Cursor:
         """Take up the state's epoch though another one is set: where it is over, generators go through it."""
         assert resume.epoch is not None
+        assert epoch is not None
         self.set_epoch(resume.epoch)
         try:
             cursor = self._source.begin(resume)
@@ -244,6 +257,11 @@ class DeviceLoader:
             return [source]
         candidates = [*sampler_chain(source), getattr(source, "dataset", None)]
         return [holder for holder in candidates if callable(getattr(holder, "set_epoch", None))]
+
+
+def _differ(saved: int | None, now: int | None) -> bool:
+    """Whether two epochs are not the same; one that was never set is none of its own."""
+    return saved is not None and now is not None and saved != now
 
 
 def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any) -> None:

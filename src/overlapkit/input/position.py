@@ -11,7 +11,8 @@ class Position:
     """Counts what the consumer has taken, never what was read ahead.
 
     Attributes:
-        taken: Batches taken since the epoch began; 0 between epochs.
+        taken: Batches (an elastic source: samples of all ranks) taken since the epoch began; 0 between
+            epochs.
         epoch: The epoch that the sampler was set to, or None where it has no epochs.
         order: What brings the epoch's order back, as the source recorded it when the epoch began.
         mark: What the source noted with the last batch taken, or a function that works it out.
@@ -21,6 +22,13 @@ class Position:
     epoch: int | None = None
     order: Any = None
     mark: Any = None
+
+    def left_out(self, epoch: int | None, unit: str) -> str:
+        """What to say where the rest of this position's epoch is left out for another epoch."""
+        return (
+            f"the loaded state stands after {unit} {self.taken} of epoch {self.epoch}, but epoch {epoch} was "
+            "set: the rest of that epoch is left out. Start at the state's epoch to go on in it"
+        )
 
     def state_dict(self, kind: str) -> dict[str, Any]:
         """Plain values and uint8 tensors."""

@@ -16,14 +16,16 @@ class Progress:
 
     Args:
         order: Who takes which sample when.
+        repeat: A pass that was told nothing is the same epoch again, not a new one.
 
     Attributes:
         epoch: The epoch of the latest pass, or of the one that comes next where it was set.
         position: Samples of that epoch that all ranks together have taken.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, *, repeat: bool = False) -> None:
         self.order = order
+        self._step = 0 if repeat else 1
         self.epoch = 0
         self.position = 0
         self._told = True  # the next pass begins at (epoch, position)
@@ -32,17 +34,21 @@ class Progress:
     def begin(self) -> int:
         """Begin a pass, and return how many samples it has for this rank.
 
-        A position at an epoch's end, where no rank can take another sample, begins the next epoch.
+        A position at an epoch's end, where no rank can take another sample, begins a whole epoch.
         """
         if not self._told or self.order.share(self.position) == 0:
-            self.epoch, self.position = self.epoch + 1, 0
+            self.epoch, self.position = self.epoch + self._step, 0
         self._told = False
         self._start = self.position
         return self.order.share(self._start)
 
     def take(self, taken: int) -> None:
-        """Note that this rank, as every other, has taken `taken` samples since the pass began."""
-        self.position = self.order.after(self._start, taken)
+        """Note that this rank, as every other, has taken `taken` samples since the pass began.
+
+        Once the next pass has been told where to begin, a pass that goes on nevertheless moves nothing.
+        """
+        if not self._told:
+            self.position = self.order.after(self._start, taken)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch: what is left of it where it was resumed, else all of it."""

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from overlapkit.input.position import Position
-from overlapkit.input.sources import Cursor, Source, random_state
+from overlapkit.input.sources import Cursor, Source, known_length, random_state
 
 _SEEKABLE: tuple[type, ...] = type(iter([])), type(iter(range(0)))
 """Iterators that can begin anywhere, as those of SequentialSampler and DistributedSampler can."""
@@ -38,7 +38,7 @@ def why_not_skipping(loader: DataLoader[Any]) -> str | None:
 class SkippingLoader(Source):
     """A plain map-style DataLoader.
 
-    What reads is a clone of it, equal in all settings, whose sampler can begin late.
+    What reads is a twin of it, equal in all settings, whose sampler can begin late.
     """
 
     kind = "map"
@@ -68,8 +68,12 @@ class SkippingLoader(Source):
         """The generators as they are; torch's global one moves on until the first epoch."""
         return Position(order={"generators": self._random.save(), "torch": None})
 
+    def over(self, position: Position) -> bool:
+        """Whether all batches of the epoch have been taken, where their number is known."""
+        return position.taken > 0 and position.taken == known_length(self.original)
+
     def _start(self, order: dict[str, Any] | None, resume: Position | None = None) -> "_IndexCursor":
-        loader, indices = self._clone()
+        loader, indices = self._twin()
         indices.order = order
         indices.skip = resume.taken if resume else 0
         batches = iter(loader)
@@ -81,17 +85,16 @@ class SkippingLoader(Source):
         taken, mark = (resume.taken, resume.mark) if resume else (0, None)
         return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws)
 
-    def _clone(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
+    def _twin(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
         if self._kept is not None:
             return self._kept
-        loader = copy.copy(self.original)
-        attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        indices = _IndexBatches(getattr(loader, attribute), self._random)
-        loader.__dict__[attribute] = indices  # setattr is refused once a DataLoader is made
-        if loader.persistent_workers:
-            loader._iterator = None  # the original's workers are not ours
-            self._kept = loader, indices
-        return loader, indices
+        original = self.original
+        sampler = original.sampler if original.batch_sampler is None else original.batch_sampler
+        indices = _IndexBatches(sampler, self._random)
+        made = twin(original, indices), indices
+        if original.persistent_workers:
+            self._kept = made
+        return made
 
     def _find_generators(self) -> list[torch.Generator]:
         holders = [self.original, *sampler_chain(self.original)]
@@ -109,6 +112,16 @@ def sampler_chain(loader: Any) -> list[Any]:
             chain.append(sampler)
             waiting += [held for name, held in vars(sampler).items() if _is_sampler(name, held)]
     return chain
+
+
+def twin(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[Any]:
+    """A loader equal in all settings that takes its batches of indices (or its indices) from `indices`."""
+    made = copy.copy(loader)
+    # setattr is refused once a DataLoader is made
+    made.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = indices
+    if made.persistent_workers:
+        made._iterator = None  # the original's workers are not ours
+    return made
 
 
 class _Generators:

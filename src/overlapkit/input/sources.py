@@ -13,6 +13,7 @@ from types import GeneratorType
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from overlapkit.input.position import Position
 
@@ -23,12 +24,21 @@ class Cursor:
     Attributes:
         position: Where the consumer stands before it has taken a batch of this pass.
         forgets: Once its end was seen the consumer stands nowhere: the next pass needs nothing of this one.
+        left: Batches that the pass has, where that is known for certain.
     """
 
-    def __init__(self, batches: Iterator[Any], position: Position, *, forgets: bool = False) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        *,
+        forgets: bool = False,
+        left: int | None = None,
+    ) -> None:
         self._batches: Iterator[Any] | None = batches
         self.position = position
         self.forgets = forgets
+        self.left = left
 
     def next(self) -> tuple[Any, Any]:
         """The next batch, and the mark that describes having taken it.
@@ -47,6 +57,10 @@ class Cursor:
                 ) from error
             raise
 
+    def after(self, here: Position, mark: Any) -> Position:
+        """Where the consumer stands that stood `here` and has taken the batch with this mark."""
+        return Position(here.taken + 1, here.epoch, here.order, mark)
+
     def close(self, handed_out: int, depth: int) -> None:
         """Let go of the source's iterator. Called once, when nobody is in `next`.
 
@@ -64,11 +78,16 @@ class Source(ABC):
 
     Attributes:
         kind: Its name in a state.
+        unit: What its positions count.
         exclusive: It has one iterator at a time: a new one makes the old one useless.
+        replays: It goes to where a state stands although another epoch was set since, for the sake of
+            generators that the epochs share.
     """
 
     kind: str
+    unit = "batch"
     exclusive = False
+    replays = True
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -76,6 +95,10 @@ class Source(ABC):
     @abstractmethod
     def begin(self, resume: Position | None) -> Cursor:
         """Start a pass, at its beginning or where `resume` stood. Called in the consumer's thread."""
+
+    def over(self, position: Position) -> bool:
+        """Whether nothing of the epoch is left after a position of this source, as far as it can tell."""
+        return False
 
     def check(self, resume: Position) -> None:
         """Refuse a position that this source cannot go to.
@@ -100,7 +123,11 @@ class Listed(Source):
         """Start at the first batch that has not been taken."""
         taken = resume.taken if resume else 0
         batches = (self.original[index] for index in range(taken, len(self.original)))
-        return Cursor(batches, Position(taken))
+        return Cursor(batches, Position(taken), left=len(self.original) - taken)
+
+    def over(self, position: Position) -> bool:
+        """Whether all batches have been taken."""
+        return position.taken == len(self.original)
 
     def check(self, resume: Position) -> None:
         """Refuse a position beyond the end."""
@@ -179,6 +206,19 @@ class _Snapshots(Cursor):
 
     def next(self) -> tuple[Any, Any]:
         return super().next()[0], self._snapshot()
+
+
+def known_length(source: Any) -> int | None:
+    """Batches in an epoch, or None where the source does not know.
+
+    An iterable-style DataLoader is not asked: it would take its answer for a promise, and warn later.
+    """
+    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
+        return None
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _dead_workers(batches: Any) -> str:
