@@ -11,6 +11,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import overlapkit as ok
 from harness import Figure, Measurement, alternate, returned_seconds
-from overlapkit.extras import require
 
 WINDOW, BATCH = 1024, 32
 TOKEN_BYTES = 2
 MEMCPY, OURS, LOADER = "memcpy", "ours", "ours through DeviceLoader"
+STATEFUL = "StatefulDataLoader, 1 worker"
 
 
 class Stream:
@@ -107,22 +108,25 @@ def sources(
     """The variants, each a re-iterable of shuffled batches."""
     shards = [ok.TokenShards(folder / "shards", window, batch, seed=0) for _ in range(2)]
     usual = Windows(tokens, window, np.int64)
-    stateful = require("torchdata.stateful_dataloader", "data").StatefulDataLoader
 
     def peer(kind: Any, dataset: Windows, workers: int) -> Any:
         return kind(
             dataset, batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0, drop_last=True
         )
 
-    return {
+    found = {
         OURS: shards[0],
         LOADER: ok.DeviceLoader(shards[1], device),
         "DataLoader, 0 workers": peer(DataLoader, usual, 0),
         "DataLoader, 1 worker": peer(DataLoader, usual, 1),
         "DataLoader, 2 workers": peer(DataLoader, usual, 2),
-        "StatefulDataLoader, 1 worker": peer(stateful, usual, 1),
         "uint16 kept by DataLoader, 0 workers": peer(DataLoader, Windows(tokens, window, np.uint16), 0),
     }
+    with suppress(ImportError):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        found[STATEFUL] = peer(StatefulDataLoader, usual, 1)
+    return found
 
 
 def memcpy(tokens: np.ndarray) -> Callable[[], float]:
@@ -143,6 +147,8 @@ def figures(took: dict[str, Measurement], streams: dict[str, Stream]) -> list[Fi
     rows = [_rate(took[MEMCPY], took[MEMCPY], None)]
     rows += [_rate(took[OURS], took[MEMCPY], 1 / 3), _rate(took[OURS], best, 20)]
     rows += [_rate(one, took[MEMCPY], None) for name, one in took.items() if name not in (MEMCPY, OURS)]
+    if STATEFUL not in took:
+        rows.append(Figure(f"tokens, {STATEFUL} (pip install torchdata)", None, "GB/s", "higher"))
     width = streams[OURS].bytes_per_token
     rows.append(Figure("tokens, host bytes a token, ours", width, "B", "lower", limit=TOKEN_BYTES))
     return rows

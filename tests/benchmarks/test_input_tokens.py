@@ -1,5 +1,6 @@
 """The token variants read the same windows, and bytes are counted as they are."""
 
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 import input_tokens
 from harness import Measurement
-from input_tokens import LOADER, MEMCPY, OURS, Stream, sources, write_tokens
+from input_tokens import LOADER, MEMCPY, OURS, STATEFUL, Stream, sources, write_tokens
 
 CPU = torch.device("cpu")
 COUNT, WINDOW, BATCH = 20_001, 50, 8  # 400 windows, each with one token more: 50 batches
@@ -64,6 +65,15 @@ def test_goals() -> None:
     assert met(1 / 6.1) == [True, True]
     assert met(1 / 5.9) == [True, False]
     assert met(1 / 3.3) == [False, False]
+
+
+def test_a_peer_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+    assert STATEFUL not in sources(tmp_path, write_tokens(tmp_path, COUNT), WINDOW, BATCH, CPU)
+    stream = Stream([torch.zeros(2, 5, dtype=torch.uint16)], nbytes=1, device=CPU)
+    stream()
+    rows = {row.name: row.value for row in input_tokens.figures(_took(ours=1.0), {OURS: stream})}
+    assert rows[f"tokens, {STATEFUL} (pip install torchdata)"] is None
 
 
 def test_a_gb_is_counted_right() -> None:
