@@ -20,7 +20,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,6 +48,7 @@ __all__ = [
     "returned_seconds",
     "time_figure",
     "timer_for",
+    "torch_threads",
     "wall_seconds",
     "write_json",
 ]
@@ -117,6 +119,17 @@ def timer_for(device: torch.device) -> Timer:
         return float(start.elapsed_time(end)) / 1e3
 
     return event_seconds
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch compute on so many cores in this thread; each thread has a number of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def alternate(

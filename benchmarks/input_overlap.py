@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import overlapkit as ok
-from harness import Figure, Measurement, alternate, returned_seconds, time_figure
+from harness import Figure, Measurement, alternate, returned_seconds, time_figure, torch_threads
 
 CONSUMER_S, PRODUCER_S = 0.020, 0.015
 GOAL = 1.03
@@ -47,9 +47,7 @@ class Produced(Dataset[Tensor]):
 
 def measure(quick: bool, device: torch.device) -> list[Figure]:
     """All figures of this part."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # consumer and producer have a core each
-    try:
+    with torch_threads(1):  # consumer and producer have a core each
         produce = sized(product, PRODUCER_S)
         steps, rounds = (8, 2) if quick else (40, 6)
         rows = []
@@ -59,8 +57,6 @@ def measure(quick: bool, device: torch.device) -> list[Figure]:
                 name, alternate(turns, rounds=rounds, warmup=0 if quick else 1, timer=returned_seconds)
             )
         return rows
-    finally:
-        torch.set_num_threads(threads)
 
 
 def consumers() -> dict[str, Work]:
@@ -154,8 +150,8 @@ def _side_by_side(consume: Work, produce: Work, times: int) -> float:
     """Both, each in a thread of its own, until both are done."""
 
     def producing() -> None:
-        torch.set_num_threads(1)  # counts for the thread that says it
-        _repeated(produce, times)
+        with torch_threads(1):
+            _repeated(produce, times)
 
     start = time.perf_counter()
     producer = Thread(target=producing)

@@ -2,8 +2,8 @@
 
 1 GiB of uint16 tokens (the sources of the Python standard library, repeated) becomes shuffled batches of
 32 windows of 1,024 tokens and one more. Each variant goes on where its last turn ended, so that workers
-keep running; a turn of a slow one takes fewer bytes. The limit is numpy's copy of the whole file's pages
-to memory. The DataLoaders' dataset is what most training scripts have: it slices a memory map and converts
+keep running; a turn of a slow one takes fewer bytes. All read on one core, as beside a training step. The
+limit is numpy's copy of the whole file's pages to memory. The DataLoaders' dataset is what most training scripts have: it slices a memory map and converts
 to int64 on the host; how much of the difference that makes is seen from one that leaves it out.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import overlapkit as ok
-from harness import Figure, Measurement, alternate, returned_seconds
+from harness import Figure, Measurement, alternate, returned_seconds, torch_threads
 
 WINDOW, BATCH = 1024, 32
 TOKEN_BYTES = 2
@@ -70,7 +70,7 @@ class Windows(Dataset[Tensor]):
 
 def measure(quick: bool, device: torch.device) -> list[Figure]:
     """All figures of this part."""
-    with tempfile.TemporaryDirectory(prefix="tokens-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tokens-") as folder, torch_threads(1):
         size = 2**26 if quick else 2**30
         tokens = write_tokens(Path(folder), size // TOKEN_BYTES)
         streams = {
