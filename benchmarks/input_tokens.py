@@ -3,8 +3,9 @@
 1 GiB of uint16 tokens (the sources of the Python standard library, repeated) becomes shuffled batches of
 32 windows of 1,024 tokens and one more. Each variant goes on where its last turn ended, so that workers
 keep running; a turn of a slow one takes fewer bytes. All read on one core, as beside a training step. The
-limit is numpy's copy of the whole file's pages to memory. The DataLoaders' dataset is what most training scripts have: it slices a memory map and converts
-to int64 on the host; how much of the difference that makes is seen from one that leaves it out.
+limit is numpy's copy of the whole file's pages to memory. The DataLoaders' dataset is what most training
+scripts have: it slices a memory map and converts to int64 on the host; how much of the difference that
+makes is seen from one that leaves it out.
 """
 
 import sysconfig
