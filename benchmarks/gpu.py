@@ -35,7 +35,7 @@ from rich.table import Table
 from harness import MET, MISSED, figure_table, write_json
 from machine import ROOT, environment
 
-WEIGHTS = {"ceilings": 2, "tests": 6, "kernels": 6, "optim": 3, "input": 3, "checkpoint": 4, "step": 6}
+WEIGHTS = {"ceilings": 2, "tests": 6, "kernels": 6, "optim": 3, "input": 6, "checkpoint": 4, "step": 6}
 """Every part in the order in which it runs, with its weight in the sharing of the budget."""
 
 LONG = {"input"}

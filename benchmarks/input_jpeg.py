@@ -73,7 +73,7 @@ class Run:
 
 def measure(quick: bool, device: torch.device) -> list[Figure]:
     """All figures of this part."""
-    count, later, rounds = (128, 2, 1) if quick else (512, 6, 5)
+    count, later, rounds = (128, 1, 1) if quick else (512, 6, 5)
     with tempfile.TemporaryDirectory(prefix="photographs-") as folder:
         options = ["--folder", folder, "--device", str(device)]
         whole = [Run(name, [*options, "--later", str(later)]) for name in VARIANTS]

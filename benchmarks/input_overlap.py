@@ -49,7 +49,7 @@ def measure(quick: bool, device: torch.device) -> list[Figure]:
     """All figures of this part."""
     with torch_threads(1):  # consumer and producer have a core each
         produce = sized(product, PRODUCER_S)
-        steps, rounds = (8, 2) if quick else (40, 6)
+        steps, rounds = (6, 2) if quick else (40, 6)
         rows = []
         for name, consume in consumers().items():
             turns = variants(produce, consume, steps, device)

@@ -14,7 +14,7 @@ from input_jpeg import DALI, OURS, Run
 from jpeg_variants import AREA, ASPECT, MEAN, STD, VARIANTS, Job, _box
 from photographs import write_photographs
 
-COUNT, BATCH, SIZE = 8, 4, 32
+COUNT, BATCH, SIZE, EPOCHS = 8, 4, 32, 6
 COLORS = np.random.default_rng(0).integers(30, 220, (COUNT, 3))
 
 
@@ -32,7 +32,7 @@ def test_each_variant_gives_each_photograph_once_an_epoch_normalised(name: str, 
     files = sorted(map(str, folder.glob("*.jpg")))
     prepare, install = VARIANTS[name]
     try:
-        open_ = prepare(Job(files, BATCH, SIZE, threads=2, epochs=2, device=torch.device("cpu")))
+        open_ = prepare(Job(files, BATCH, SIZE, threads=2, epochs=EPOCHS, device=torch.device("cpu")))
     except ImportError as error:
         pytest.skip(f"{error}: {install}")
     seen = []
@@ -44,8 +44,9 @@ def test_each_variant_gives_each_photograph_once_an_epoch_normalised(name: str, 
             images, torch.tensor(expected)[..., None, None].expand_as(images).float(), atol=0.05, rtol=0
         )
         seen += labels.flatten().tolist()
-    assert len(seen) == 2 * COUNT
-    assert sorted(seen[:COUNT]) == sorted(seen[COUNT:]) == list(range(COUNT))
+    epochs = [seen[at : at + COUNT] for at in range(0, len(seen), COUNT)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(COUNT))] * EPOCHS
+    assert len({tuple(epoch) for epoch in epochs}) > 1  # shuffled
 
 
 def test_random_crops_lie_in_the_photograph_and_keep_their_ranges() -> None:
