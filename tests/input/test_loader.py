@@ -21,7 +21,7 @@ from tests.input.sources import ByEpoch, Numbers, Stream, in_order, plain
         ({"uneven": "skip"}, ValueError, "uneven='skip'"),
         ({"uneven": "drop"}, NotImplementedError, "uneven='drop'"),
         ({"uneven": "join"}, NotImplementedError, "uneven='join'"),
-        ({"reuse_buffers": True}, NotImplementedError, "reuse_buffers=True"),
+        ({"reuse_buffers": 2}, ValueError, "reuse_buffers=2"),
         ({"device": "gpu"}, ValueError, "device='gpu'"),
         ({"device": "meta"}, ValueError, "device='meta'"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.position import Position
 from overlapkit.input.progress import FORMAT, Progress
@@ -47,7 +48,7 @@ class ElasticLoader(Source):
         self._order = sampler.order
         self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start the epoch that the sampler was set to, or what `resume` left of it."""
         resumed = resume is not None and resume.taken > 0 and not self.over(resume)
         if resume is not None and resumed:

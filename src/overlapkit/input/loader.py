@@ -9,7 +9,9 @@ import torch
 
 from overlapkit.device import as_device, rank_and_world
 from overlapkit.input.detect import open_source
+from overlapkit.input.fixed import FixedMemory
 from overlapkit.input.iterator import BatchIterator
+from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
 from overlapkit.input.reader import Reader
 from overlapkit.input.skipping import sampler_chain
@@ -50,7 +52,11 @@ class DeviceLoader:
         depth: Batches read ahead, at least 1.
         pin: Page-lock host memory; None does so where the device is a GPU. It takes at most (depth + 1)
             times the largest batch.
-        reuse_buffers: Fixed device addresses. Not implemented yet.
+        reuse_buffers: Hand over every batch at the same addresses, as CUDA graphs need it: a batch is valid
+            until the next one is asked for, on the stream that it was handed over on and on those that wait
+            for it. It costs one more copy a batch, on the device, for which the loop's stream stands still,
+            and for each layout (dtypes, shapes, strides) the memory of a batch; there may be 16. All leaves
+            must be plain dense tensors or no tensors at all.
         transform: Applied to each batch: on a GPU on the device, on the side stream; else in the
             reader's thread.
         uneven: What to do where ranks have different numbers of batches. "error" promises that they do
@@ -87,6 +93,7 @@ class DeviceLoader:
         self._pin = on_gpu if pin is None else pin
         self._transform = transform
         self._log = SpanLog()
+        self._fixed = FixedMemory(self._device, self._log) if reuse_buffers else None
         self._idle: list[Mover] = []
         self._live: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self._epoch: int | None = None
@@ -97,9 +104,10 @@ class DeviceLoader:
         """Start a pass: an epoch, or the rest of the one that a loaded state stands in.
 
         Passes are independent of each other where the source's are; where it has one iterator at a time
-        (it has a state, or persistent workers), an earlier pass that was not finished is closed.
+        (it has a state, or persistent workers), and with reuse_buffers, an earlier pass that was not
+        finished is closed.
         """
-        if self._source.exclusive:
+        if self._source.exclusive or self._fixed is not None:
             for earlier in list(self._live):
                 earlier.supersede()
         resume, self._resume = self._resume, None
@@ -198,7 +206,8 @@ class DeviceLoader:
 
         Lane input: "source" (the reader asked the source), "wait" (exposed: the loop waited for a batch),
         "transform" (CPU). Lane transfer: "pack" (into the host buffer), "copy" or "copy pageable" (with
-        bytes), "transform", "wait" (exposed: the consumer's stream waited).
+        bytes), "transform", "wait" (exposed: the consumer's stream waited), "reuse" (exposed: the copy to the
+        fixed addresses).
         """
         return self._log.take()
 
@@ -210,24 +219,31 @@ class DeviceLoader:
 
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
-        epoch = self._current_epoch()
-        if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
-            cursor = self._replay(resume, epoch)
-        else:
-            cursor = self._source.begin(resume)
-            cursor.position.epoch = epoch
         mover = None
         if self._device.type == "cuda":
             mover = self._idle.pop() if self._idle else self._new_mover()
-        return Reader(cursor, mover, self._transform, self._log)
+        try:
+            cursor = self._open(resume, mover.landing.empty if mover else None)
+        except BaseException:
+            self._idle += [mover] if mover else []
+            raise
+        return Reader(cursor, mover, self._fixed, self._transform, self._log)
 
-    def _replay(self, resume: Position, epoch: int | None) -> Cursor:
+    def _open(self, resume: Position | None, empty: Empty | None) -> Cursor:
+        epoch = self._current_epoch()
+        if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
+            return self._replay(resume, epoch, empty)
+        cursor = self._source.begin(resume, empty)
+        cursor.position.epoch = epoch
+        return cursor
+
+    def _replay(self, resume: Position, epoch: int | None, empty: Empty | None) -> Cursor:
         """Take up the state's epoch though another one is set: where it is over, generators go through it."""
         assert resume.epoch is not None
         assert epoch is not None
         self.set_epoch(resume.epoch)
         try:
-            cursor = self._source.begin(resume)
+            cursor = self._source.begin(resume, empty)
         finally:
             self.set_epoch(epoch)
         cursor.position.epoch = resume.epoch
@@ -275,5 +291,5 @@ def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any
         raise ValueError(f"uneven={uneven!r}: use 'error' (or, later, 'drop' or 'join')")
     if uneven != "error":
         raise NotImplementedError(f"uneven={uneven!r} is not implemented yet: use 'error' and even ranks")
-    if reuse_buffers:
-        raise NotImplementedError("reuse_buffers=True is not implemented yet: use False")
+    if not isinstance(reuse_buffers, bool):
+        raise ValueError(f"reuse_buffers={reuse_buffers!r}: use True or False")

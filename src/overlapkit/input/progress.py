@@ -1,5 +1,6 @@
 """Where a source whose order is a function stands: two integers, the same on every rank."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from overlapkit.input.order import Order
@@ -16,6 +17,9 @@ class Progress:
 
     Args:
         order: Who takes which sample when.
+        least: Samples of a rank that are worth a pass: an epoch with fewer left is over.
+        identity: What else a position depends on, as plain values: it stands in the state, and a state that
+            has another is refused.
         repeat: A pass that was told nothing is the same epoch again, not a new one.
 
     Attributes:
@@ -23,8 +27,17 @@ class Progress:
         position: Samples of that epoch that all ranks together have taken.
     """
 
-    def __init__(self, order: Order, *, repeat: bool = False) -> None:
+    def __init__(
+        self,
+        order: Order,
+        least: int = 1,
+        identity: Mapping[str, Any] | None = None,
+        *,
+        repeat: bool = False,
+    ) -> None:
         self.order = order
+        self._least = least
+        self._identity = dict(identity or {})
         self._step = 0 if repeat else 1
         self.epoch = 0
         self.position = 0
@@ -34,9 +47,9 @@ class Progress:
     def begin(self) -> int:
         """Begin a pass, and return how many samples it has for this rank.
 
-        A position at an epoch's end, where no rank can take another sample, begins a whole epoch.
+        A position at an epoch's end, where ranks cannot take `least` samples more, begins a whole epoch.
         """
-        if not self._told or self.order.share(self.position) == 0:
+        if not self._told or self._is_over():
             self.epoch, self.position = self.epoch + self._step, 0
         self._told = False
         self._start = self.position
@@ -54,10 +67,9 @@ class Progress:
         """Let the next pass be this epoch: what is left of it where it was resumed, else all of it."""
         if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
-        unfinished = self._told and epoch == self.epoch and self.order.share(self.position) > 0
+        unfinished = self._told and epoch == self.epoch and not self._is_over()
         if not unfinished:
-            self.epoch, self.position = epoch, 0
-        self._told = True
+            self._tell(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank."""
@@ -68,6 +80,7 @@ class Progress:
             "size": self.order.size,
             "seed": self.order.seed,
             "shuffle": self.order.shuffle,
+            **self._identity,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -75,10 +88,15 @@ class Progress:
 
         Raises:
             TypeError: It is no dict.
-            ValueError: It is damaged, or was saved in another order (of another size, seed or shuffle).
+            ValueError: It is damaged, or was saved in another order (size, seed, shuffle or identity).
         """
-        epoch, position = self._check(state)
+        self._tell(*self._check(state))
+
+    def _tell(self, epoch: int, position: int) -> None:
         self.epoch, self.position, self._told = epoch, position, True
+
+    def _is_over(self) -> bool:
+        return self.order.share(self.position) < self._least
 
     def _check(self, state: Any) -> tuple[int, int]:
         if not isinstance(state, dict):
@@ -86,8 +104,8 @@ class Progress:
         own = self.state_dict()
         if missing := sorted(own.keys() - state.keys()):
             raise ValueError(f"state lacks {', '.join(missing)}: give what state_dict() returned")
-        for name in ("format", "size", "seed", "shuffle"):
-            if state[name] != own[name]:
+        for name in own:
+            if name not in ("epoch", "position") and state[name] != own[name]:
                 raise ValueError(
                     f"state has {name}={state[name]!r}, this source has {own[name]!r}: its position means "
                     "another sample here. Build the source as it was when the state was saved"

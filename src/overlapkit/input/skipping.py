@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
 from overlapkit.input.sources import Cursor, Source, known_length, random_state
 
@@ -49,7 +50,7 @@ class SkippingLoader(Source):
         self._random = _Generators(self._find_generators())
         self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start an epoch in a new order, or in that of `resume` after the batches taken there.
 
         Raises:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from overlapkit.input.landing import Empty, read
+from overlapkit.input.nesting import ATOMS
 from overlapkit.input.position import Position
 
 
@@ -93,8 +95,13 @@ class Source(ABC):
         self.original = original
 
     @abstractmethod
-    def begin(self, resume: Position | None) -> Cursor:
-        """Start a pass, at its beginning or where `resume` stood. Called in the consumer's thread."""
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
+        """Start a pass, at its beginning or where `resume` stood. Called in the consumer's thread.
+
+        Args:
+            resume: Where to start, or None.
+            empty: Lends host memory to sources that make their batches in it; None without a GPU.
+        """
 
     def over(self, position: Position) -> bool:
         """Whether nothing of the epoch is left after a position of this source, as far as it can tell."""
@@ -119,7 +126,7 @@ class Listed(Source):
 
     kind = "list"
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start at the first batch that has not been taken."""
         taken = resume.taken if resume else 0
         batches = (self.original[index] for index in range(taken, len(self.original)))
@@ -153,14 +160,14 @@ class Opaque(Source):
         super().__init__(original)
         self._why = why
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start at the beginning."""
         batches = self.original if isinstance(self.original, Iterable) else self.original()
         if not isinstance(batches, Iterable):
             raise TypeError(
                 f"source={self.original!r} returned a {type(batches).__name__}: it must return an iterable"
             )
-        return Cursor(iter(batches), Position(), forgets=True)
+        return Cursor(read(batches, empty), Position(), forgets=True)
 
     def check(self, resume: Position) -> None:
         """Refuse any position within an epoch."""
@@ -179,13 +186,20 @@ class Stateful(Source):
     kind = "stateful"
     exclusive = True  # its state is that of its latest iterator
 
-    def begin(self, resume: Position | None) -> Cursor:
-        """Start, after the source has loaded its own state."""
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.replays = not callable(getattr(original, "set_epoch", None))
+
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
+        """Start, after the source has loaded its own state; one with epochs has the last word on them."""
         if resume is not None and resume.mark is not None:
+            told = None if self.replays else getattr(self.original, "epoch", None)
             self.original.load_state_dict(copy.deepcopy(resume.mark))
+            if told is not None and told != resume.epoch:  # the loop set it after the state was loaded
+                self.original.set_epoch(told)
         taken = resume.taken if resume else 0
         with random_state() if taken else nullcontext():  # what iter() draws was drawn when the epoch began
-            batches = iter(self.original)
+            batches = read(self.original, empty)
         return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot)
 
     def rest(self) -> Position:
@@ -193,8 +207,14 @@ class Stateful(Source):
         return Position(mark=self.snapshot())
 
     def snapshot(self) -> Any:
-        """The source's state now; a copy, because sources hand out what they go on changing."""
-        return copy.deepcopy(self.original.state_dict())
+        """The source's state now; a copy, because sources hand out what they go on changing.
+
+        A source with `state_later` returns what works it out, so that what the loop tells the source after
+        a batch was read ahead is in the state behind that batch.
+        """
+        if callable(later := getattr(self.original, "state_later", None)):
+            return later()
+        return _copied(self.original.state_dict())
 
 
 class _Snapshots(Cursor):
@@ -219,6 +239,15 @@ def known_length(source: Any) -> int | None:
         return len(source)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _copied(state: Any) -> Any:
+    """A deep copy; of plain values, which is what most states are, at a fifth of `copy.deepcopy`'s price."""
+    if type(state) is dict:
+        return {key: value if type(value) in ATOMS else _copied(value) for key, value in state.items()}
+    if type(state) is list:
+        return [value if type(value) in ATOMS else _copied(value) for value in state]
+    return copy.deepcopy(state)
 
 
 def _dead_workers(batches: Any) -> str:
