@@ -32,8 +32,10 @@ def test_every_variant_reads_each_window_once(tmp_path: Path) -> None:
         assert rows != sorted(rows)
 
 
-def test_a_turn_takes_whole_batches_and_goes_on_where_it_ended(monkeypatch: Any) -> None:
-    batches = [torch.full((2, 5), number, dtype=torch.uint16) for number in range(3)]
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int64])
+def test_a_turn_takes_whole_batches_and_goes_on_where_it_ended(dtype: torch.dtype, monkeypatch: Any) -> None:
+    """Bytes are those of the tokens as stored, whatever became of them."""
+    batches = [torch.full((2, 5), number, dtype=dtype) for number in range(3)]
     clock = iter([0.0, 1.0, 5.0, 7.0])
     stream = Stream(batches, nbytes=30, device=CPU)  # two batches of 20 bytes
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
@@ -41,7 +43,7 @@ def test_a_turn_takes_whole_batches_and_goes_on_where_it_ended(monkeypatch: Any)
     assert stream.batch[0, 0] == 1
     assert stream() == 2.0 / 40e-9
     assert stream.batch[0, 0] == 0  # the next epoch
-    assert stream.bytes_per_token == 2
+    assert stream.bytes_per_token == dtype.itemsize
 
 
 def test_int64_on_the_host_is_seen() -> None:
