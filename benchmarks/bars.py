@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Figure
+from figure import Figure, short
 from overlapkit.extras import require
 
 _OURS, _OTHER, _GOAL = "#4477aa", "#cfd4da", "#d62728"
@@ -54,12 +54,10 @@ def _panel(axes: Any, group: str, members: Sequence[Figure]) -> None:
     if positive and max(positive) > _LOG_FROM * min(positive):
         axes.set_xscale("log")
     for row, figure in enumerate(members):
-        text = "not measured" if figure.value is None else f"{figure.value:,.3g}"
-        axes.annotate(
-            text, (figure.value or 0, row), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
-        )
-        if (goal := _bound(figure)) is not None:
+        goal = _bound(figure)
+        if goal is not None:
             axes.plot([goal, goal], [row - 0.45, row + 0.45], color=_GOAL)
+        axes.annotate(short(figure.value), (max(figure.value or 0, goal or 0), row), **_NOTE)
     axes.margins(x=0.15)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -93,9 +93,9 @@ def resuming(taken: int, rounds: int, device: torch.device) -> list[Figure]:
         took = alternate(turns, rounds=rounds, timer=returned_seconds)
     return [
         time_figure(
-            f"resume after {taken:,} batches, {name}",
+            f"resume after {taken:,} batches, ours over {name}",
             one,
-            limit=None if name == "shuffled DataLoader" else RESUME_MS,
+            limit=None if name == "a shuffled DataLoader" else RESUME_MS,
         )
         for name, one in took.items()
     ]
@@ -136,10 +136,10 @@ def loaders(folder: Path, count: int, device: torch.device) -> dict[str, Callabl
     samples = range(count)
     ok.write_token_shards([np.arange(count * WINDOW + 1)], folder / "shards", dtype="uint32")
     sources: dict[str, Callable[[], Any]] = {
-        "list": lambda: samples,
+        "a list": lambda: samples,
         "ElasticSampler": lambda: DataLoader(samples, sampler=ok.ElasticSampler(samples, seed=0)),  # type: ignore[arg-type]
         "TokenShards": lambda: ok.TokenShards(folder / "shards", WINDOW, 1, seed=0),
-        "shuffled DataLoader": lambda: DataLoader(samples, shuffle=True),  # type: ignore[arg-type]
+        "a shuffled DataLoader": lambda: DataLoader(samples, shuffle=True),  # type: ignore[arg-type]
     }
     return {name: partial(_wrapped, source, device) for name, source in sources.items()}
 

@@ -151,7 +151,7 @@ def figures(took: dict[str, Measurement], streams: dict[str, Stream]) -> list[Fi
     if STATEFUL not in took:
         rows.append(Figure(f"tokens, {STATEFUL} (pip install torchdata)", None, "GB/s", "higher"))
     width = streams[OURS].bytes_per_token
-    rows.append(Figure("tokens, host bytes a token, ours", width, "B", "lower", limit=TOKEN_BYTES))
+    rows.append(Figure("bytes a token on the host, ours", width, "B", "lower", limit=TOKEN_BYTES))
     return rows
 
 

@@ -22,7 +22,7 @@ def test_a_panel_a_group_and_a_bar_a_figure() -> None:
         "SPDL (pip install spdl)",
     ]
     assert [bar.get_width() for bar in rate.patches] == [9.0, 0.1, 0.0]
-    assert [note.get_text() for note in rate.texts] == ["9", "0.1", "not measured"]
+    assert [note.get_text() for note in rate.texts] == ["9.00", "0.1000", "not measured"]
     assert rate.get_xscale() == "log"
     assert [list(line.get_xdata()) for line in rate.lines] == [[10.0, 10.0]]
     assert [list(line.get_xdata()) for line in width.lines] == [[2.5, 2.5]]

@@ -10,7 +10,7 @@ import overlapkit as ok
 from input_overhead import Queued, Resume, batch_seconds, loaders
 
 CPU = torch.device("cpu")
-KINDS = ["list", "ElasticSampler", "TokenShards", "shuffled DataLoader"]
+KINDS = ["a list", "ElasticSampler", "TokenShards", "a shuffled DataLoader"]
 
 
 def test_a_thread_and_a_queue_keep_the_order() -> None:
@@ -47,7 +47,7 @@ def test_each_kind_goes_on_where_it_stood(kind: str, tmp_path: Path) -> None:
     assert resume() > 0
     whole = [torch.as_tensor(batch).flatten()[0].item() for batch in build()]
     assert len(whole) == 22
-    if kind != "shuffled DataLoader":  # that one draws another order each time
+    if kind != "a shuffled DataLoader":  # that one draws another order each time
         assert torch.as_tensor(resume.expected).flatten()[0] == whole[20]
     assert sorted(whole) == sorted(range(22) if kind != "TokenShards" else range(0, 22 * 8, 8))
 
