@@ -25,6 +25,7 @@ ABSENT = 4
 
 def main() -> int:
     args = _arguments()
+    torch.set_num_threads(1)  # an image is no work for two: threads and workers take one each
     files = sorted(map(str, args.folder.glob("*.jpg")))
     epochs = 1 + args.later + 1  # the first, those that are timed, and one to watch the memory in
     job = Job(files, args.batch, args.size, args.threads, epochs, torch.device(args.device))

@@ -119,14 +119,13 @@ def thread_pool(job: Job) -> Open:
             decode(job.files[index], image)
 
     def open_() -> Batches:
-        torch.set_num_threads(1)  # the pool's threads are the parallelism
         return _ahead(ThreadPoolExecutor(job.threads), share, job)
 
     return open_
 
 
 def spdl(job: Job) -> Open:
-    """SPDL's pipeline: its decoder and FFmpeg's crop, scale and flip in threads, then one batch at a time."""
+    """SPDL's pipeline: its decoder and FFmpeg's crop, scale and flip; each thread makes a batch."""
     import spdl.io
     import spdl.io.utils
     import spdl.pipeline
@@ -142,22 +141,18 @@ def spdl(job: Job) -> Open:
         flip = ",hflip" if random.random() < 0.5 else ""
         scale = f"scale={job.size}:{job.size}:flags=bilinear{flip}"
         chain = f"crop={width}:{height}:{left}:{top},{scale},format=pix_fmts=rgb24"
-        return spdl.io.decode_packets(packets, filter_desc=chain), index
+        return spdl.io.decode_packets(packets, filter_desc=chain)
 
-    def collate(decoded: list[Any]) -> tuple[Tensor, Tensor]:
-        pixels = spdl.io.to_torch(spdl.io.convert_frames([frames for frames, _ in decoded]))
-        out = torch.empty(len(decoded), 3, job.size, job.size)
-        _normalise(pixels, out)
-        return out, torch.tensor([index for _, index in decoded])
+    def make(indices: Tensor) -> tuple[Tensor, Tensor]:
+        frames = [decode(index) for index in indices.tolist()]
+        out = torch.empty(len(frames), 3, job.size, job.size)
+        _normalise(spdl.io.to_torch(spdl.io.convert_frames(frames)), out)
+        return out, indices
 
     def open_() -> Batches:
-        torch.set_num_threads(1)
-        indices = (index for batch in _shuffled(job) for index in batch.tolist())
-        made = spdl.pipeline.PipelineBuilder().add_source(indices)
-        made = made.pipe(decode, concurrency=job.threads, output_order="input")  # else epochs run together
-        return _spdl_batches(
-            made.aggregate(job.batch).pipe(collate).add_sink(2).build(num_threads=job.threads)
-        )
+        made = spdl.pipeline.PipelineBuilder().add_source(_shuffled(job))
+        made = made.pipe(make, concurrency=job.threads, output_order="input")  # else epochs run together
+        return _spdl_batches(made.add_sink(2).build(num_threads=job.threads))
 
     return open_
 
