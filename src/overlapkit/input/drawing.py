@@ -9,7 +9,7 @@ import torch
 from overlapkit.input.documents import count_up
 from overlapkit.input.tokens import BLOCK, TokenShards
 from overlapkit.input.weights import Plan
-from overlapkit.input.windows import Batch, Places, fields, rows
+from overlapkit.input.windows import Batch, Places, fields, split
 
 _ALL_RANKS = 1 << 18
 """Samples of all ranks that are drawn at once, unless one batch has more: some MB, some milliseconds."""
@@ -34,12 +34,11 @@ class Drawn:
 
     def read(self, sources: Sequence[TokenShards], number: int, batch: Batch, sorted_: Batch) -> None:
         """Fill a batch; `sorted_` is memory for another."""
-        at = 0
-        spans = zip(self.taken[number].tolist(), self.taken[number + 1].tolist(), strict=True)
-        for source, places, (begin, end) in zip(sources, self.places, spans, strict=True):
-            if end > begin:
-                source.windows.read(places[begin:end], rows(sorted_, slice(at, at + end - begin)))
-                at += end - begin
+        begin, end = self.taken[number], self.taken[number + 1]
+        parts = split(sorted_, (end - begin).tolist())
+        spans = map(slice, begin.tolist(), end.tolist())
+        for source, part, places, span in zip(sources, parts, self.places, spans, strict=True):
+            source.windows.fill(part, places[span])
         home = torch.from_numpy(self.home[number])
         for field, by_source in zip(fields(batch), fields(sorted_), strict=True):
             torch.index_select(by_source, 0, home, out=field)

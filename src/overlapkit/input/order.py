@@ -119,7 +119,7 @@ def mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
 def _add(total: np.ndarray, addend: np.ndarray, modulus: np.uint64) -> None:
     """Total + addend modulo `modulus`, in place; both are below it."""
     total += addend
-    total -= modulus * (total >= modulus)
+    np.minimum(total, total - modulus, out=total)  # below the modulus, the difference wraps around
 
 
 def _keys(seed: int, epoch: int) -> list[np.uint64]:

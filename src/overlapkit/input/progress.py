@@ -49,7 +49,7 @@ class Progress:
 
         A position at an epoch's end, where ranks cannot take `least` samples more, begins a whole epoch.
         """
-        if not self._told or self._is_over():
+        if not self._told or self.is_over(self.position):
             self.epoch, self.position = self.epoch + self._step, 0
         self._told = False
         self._start = self.position
@@ -63,13 +63,22 @@ class Progress:
         if not self._told:
             self.position = self.order.after(self._start, taken)
 
+    def finish(self) -> None:
+        """Note that the pass is over: what is left of its epoch is left out, by whatever number of ranks."""
+        if not self._told:
+            self.position = self.order.size
+
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch: what is left of it where it was resumed, else all of it."""
         if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
-        unfinished = self._told and epoch == self.epoch and not self._is_over()
+        unfinished = self._told and epoch == self.epoch and not self.is_over(self.position)
         if not unfinished:
             self._tell(epoch, 0)
+
+    def is_over(self, position: int) -> bool:
+        """Whether an epoch has no pass left at a position."""
+        return self.order.share(position) < self._least
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank."""
@@ -94,9 +103,6 @@ class Progress:
 
     def _tell(self, epoch: int, position: int) -> None:
         self.epoch, self.position, self._told = epoch, position, True
-
-    def _is_over(self) -> bool:
-        return self.order.share(self.position) < self._least
 
     def _check(self, state: Any) -> tuple[int, int]:
         if not isinstance(state, dict):

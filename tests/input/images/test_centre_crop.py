@@ -1,7 +1,7 @@
 """The evaluation window against torchvision's arithmetic, one image at a time."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapkit.input.images.centre_crop import CentreCrop
@@ -18,6 +18,7 @@ def reference(height: int, width: int, size: int, short: int) -> tuple[list[floa
     return [top * rows, left * columns], [(top + size) * rows, (left + size) * columns]
 
 
+@settings(deadline=None)
 @given(
     extents=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 5000)), min_size=1, max_size=20),
     size=st.integers(1, 300),

@@ -16,14 +16,14 @@ def touch(root: Path, *names: str) -> None:
 
 
 def test_classes_are_sorted_folders_and_files_sorted_below_them(tmp_path):
-    touch(
-        tmp_path, "dog/b.jpg", "dog/a.PNG", "cat/z.jpeg", "cat/deep/er/a.webp", "cat/notes.txt", "loose.jpg"
-    )
+    touch(tmp_path, "dog/b.jpg", "dog/a.PNG", "cat/z.jpeg", "cat/notes.txt", "loose.jpg")
+    below = [f"cat/{number:02}/er/a.webp" for number in (7, 3, 9, 1, 8, 0, 5, 2, 6, 4)]
+    touch(tmp_path, *below)
     found = find_files(tmp_path, None)
     names = [str(Path(path).relative_to(tmp_path)) for path in found.paths]
-    assert names == ["cat/z.jpeg", "cat/deep/er/a.webp", "dog/a.PNG", "dog/b.jpg"]
+    assert names == ["cat/z.jpeg", *sorted(below), "dog/a.PNG", "dog/b.jpg"]
     assert found.classes == ["cat", "dog"]
-    assert found.labels.tolist() == [0, 0, 1, 1]
+    assert found.labels.tolist() == [0] * 11 + [1, 1]
     assert found.labels.dtype == np.int64
 
 

@@ -3,8 +3,11 @@
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -53,10 +56,18 @@ def test_epochs_have_other_crops_and_another_order(make):
     first, second = epochs(loader, 2)
     assert [len(x) for x, _ in first] == [6, 6, 6, 6, 6, 6, 4]
     assert not any(torch.equal(x, other) for x, _ in first for other, _ in second)
+    assert [loader.epoch, loader.state_dict()["position"]] == [1, 40]
     assert same(first, list(make(drop_last=False)))
     assert not same(first, list(make(drop_last=False, seed=1)))
     loader.set_epoch(0)
     assert same(first, list(loader))
+
+
+@pytest.mark.parametrize(("prefetch", "threads"), [(1, 1), (1, 3), (3, 2), (9, 1)])
+def test_how_far_ahead_and_in_how_many_threads_makes_no_difference(make, prefetch, threads):
+    expected = epochs(make(drop_last=False), 3)
+    ahead = epochs(make(drop_last=False, prefetch=prefetch, threads=threads), 3)
+    assert all(same(one, other) for one, other in zip(ahead, expected, strict=True))
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -75,7 +86,9 @@ def test_a_stop_after_any_batch_is_as_if_there_had_been_none(make, drop_last):
 
 
 def test_a_second_resume_in_one_epoch_and_a_state_loaded_twice(make):
-    whole = list(make())
+    unbroken = make()
+    whole = list(unbroken)
+    assert unbroken.state_dict()["position"] == 40  # 4 images that fill no batch are done with, too
     one = make()
     assert same(list(islice(one, 2)), whole[:2])
     state = one.state_dict()
@@ -105,6 +118,18 @@ def test_other_numbers_of_ranks_go_on_with_the_same_images(make):
         state = states[0]
     assert same(seen[:40], whole)
     assert len(seen) < 48
+
+
+def test_where_no_batch_is_left_for_so_many_ranks_the_next_epoch_follows(make):
+    second = torch.cat([y for _, y in epochs(make(1), 2)[1]])
+    two = make(2, rank=0, world_size=2)
+    list(islice(two, 9))
+    assert two.state_dict()["position"] == 36
+    for rank in range(3):
+        one = make(2, rank=rank, world_size=3)
+        one.load_state_dict(two.state_dict())
+        assert torch.equal(torch.cat([y for _, y in one]), second[:36][rank::3])
+        assert one.epoch == 1
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -153,7 +178,7 @@ def test_a_state_over_other_files_is_refused(make, photos):
     state = make().state_dict()
     files = sorted(photos.rglob("*.jpg"), reverse=True)
     other = images.train_loader(files, [0] * 40, 6, size=16)
-    with pytest.raises(ValueError, match="saved over other files, or the same in another order"):
+    with pytest.raises(ValueError, match="state has files=.*means another sample"):
         other.load_state_dict(state)
     with pytest.raises(TypeError, match="state is a int"):
         other.load_state_dict(3)  # type: ignore[arg-type]
@@ -206,21 +231,23 @@ def test_a_start_that_takes_too_long_says_so(make, monkeypatch):
     assert len(list(loader)) == 6
 
 
-def test_an_interrupt_never_gives_images_the_labels_of_others(make, monkeypatch):
-    expected = epochs(make(), 2)[1]
-    loader, pull = make(), Engine.pull
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
 
-    def interrupted(engine: Engine) -> Any:
-        pull(engine)
-        raise KeyboardInterrupt
 
+@pytest.mark.parametrize("step", ["_to_torch", "_decode_next", "push"])
+def test_an_interrupt_never_gives_images_the_labels_of_others(make, monkeypatch, step):
+    whole = list(make())
+    loader = make()
     batches = iter(loader)
     next(batches)
-    monkeypatch.setattr(Engine, "pull", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        next(batches)
-    monkeypatch.setattr(Engine, "pull", pull)
-    assert same(list(loader), expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            deque(batches)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert same(list(loader), whole[state["position"] // 6 :])
 
 
 def test_a_forgotten_loader_ends_its_threads(make, photos):
@@ -247,6 +274,19 @@ def test_early_breaks_leave_no_thread_and_no_descriptor(make):
     assert leave_early(3) == leave_early(40)
 
 
+@pytest.mark.parametrize("body", ["pass", "batches = iter(loader); next(batches)"])
+def test_a_script_that_ends_in_the_middle_ends_well(photos, body):
+    script = f"""if True:
+        import sys
+        from overlapkit.input import images
+        loader = images.train_loader(sys.argv[1], None, 6, size=16, threads=2)
+        {body}
+    """
+    command = [sys.executable, "-W", "error", "-c", script, str(photos)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_where_images_are_decoded_is_said_once(make, caplog):
     loader_module._say_where.cache_clear()
     with caplog.at_level(logging.INFO, "overlapkit"):
@@ -271,11 +311,14 @@ def test_a_gpu_decodes_what_the_cpu_does(make, kind):
 
 
 @pytest.mark.gpu
-def test_a_gpu_resumes_bitwise_through_a_device_loader(make):
+def test_a_gpus_batches_go_through_a_device_loader_and_resume(make):
     whole = list(make(device="cuda"))
     stopped, resumed = (DeviceLoader(make(device="cuda"), "cuda") for _ in range(2))
-    assert same(list(islice(stopped, 3)), whole[:3])
+    first = list(islice(stopped, 3))
     resumed.load_state_dict(stopped.state_dict())
-    assert same(list(resumed), whole[3:])
+    for (x, y), (expected, labels) in zip([*first, *resumed], whole, strict=True):
+        assert x.is_cuda
+        assert (x - expected).abs().mean() < 0.02
+        assert torch.equal(y, labels)
     stopped.close()
     resumed.close()

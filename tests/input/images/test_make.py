@@ -41,14 +41,14 @@ def test_an_argument_out_of_range_is_named(
 ) -> None:
     before = threading.active_count()
     with pytest.raises(ValueError, match=message):
-        kind(photos, **options)
+        kind(photos, None, **{"batch_size": 4, **options})
     assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("short_side", [223, 300.0])
 def test_a_short_side_that_holds_no_crop_is_refused(photos, short_side):
     with pytest.raises(ValueError, match="short_side=.*at least size=224"):
-        images.eval_loader(photos, short_side=short_side)
+        images.eval_loader(photos, None, 4, short_side=short_side)
 
 
 def test_no_whole_batch_is_an_error_that_says_what_helps(photos):
@@ -64,9 +64,9 @@ def test_no_whole_batch_is_an_error_that_says_what_helps(photos):
 def test_ranks_come_from_the_process_group(photos, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match="init_process_group"):
-        images.train_loader(photos)
+        images.train_loader(photos, None, 4)
     monkeypatch.setattr(make, "rank_and_world", lambda: (3, 4))
-    loader = images.eval_loader(photos, batch_size=5, size=8)
+    loader = images.eval_loader(photos, None, 5, size=8)
     assert len(loader) == 2
     assert next(iter(loader))[1].tolist() == [0, 0, 0, 1, 1]  # files 3, 7, 11, 15, 19
     loader.close()
@@ -91,4 +91,4 @@ def test_without_dali_the_extra_is_named_at_once(photos, kind, monkeypatch):
     with pytest.raises(
         ImportError, match=r"nvidia.dali is not installed: pip install 'overlapkit\[images\]'"
     ):
-        kind(photos)
+        kind(photos, None, 4)

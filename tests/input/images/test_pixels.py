@@ -35,7 +35,7 @@ def resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
 
 
 def test_evaluation_is_pillows_resize_and_centre_crop(photos):
-    loader = images.eval_loader(photos, batch_size=16, size=32, short_side=37)
+    loader = images.eval_loader(photos, None, 16, size=32, short_side=37)
     assert loader.classes == ["class0", "class1", "class2"]
     shown, labels = everything(loader)
     paths = sorted(photos.rglob("*.jpg"))
@@ -86,7 +86,7 @@ def exact(tmp_path: Path) -> np.ndarray:
 def test_normalisation_is_exact_in_every_dtype_and_layout(
     exact: np.ndarray, tmp_path: Path, layout: Any, dtype: torch.dtype, tolerance: float
 ) -> None:
-    loader = images.eval_loader(tmp_path, batch_size=2, size=24, short_side=24, layout=layout, dtype=dtype)
+    loader = images.eval_loader(tmp_path, None, 2, size=24, short_side=24, layout=layout, dtype=dtype)
     shown, _ = everything(loader)
     assert shown.dtype == dtype
     expected = (exact / 255 - MEAN) / STD
@@ -99,7 +99,7 @@ def test_normalisation_is_exact_in_every_dtype_and_layout(
 def test_mean_and_std_are_those_given(exact, tmp_path):
     shown, _ = everything(
         images.eval_loader(
-            tmp_path, batch_size=5, size=24, short_side=24, mean=(0.0, 0.25, 0.5), std=[1.0, 2.0, 0.5]
+            tmp_path, None, 5, size=24, short_side=24, mean=(0.0, 0.25, 0.5), std=[1.0, 2.0, 0.5]
         )
     )
     expected = (exact / 255 - [0.0, 0.25, 0.5]) / [1.0, 2.0, 0.5]
@@ -137,12 +137,19 @@ def test_the_cameras_orientation_is_applied(tmp_path):
     small = photograph().crop((100, 100, 180, 148))
     turned = small.getexif()
     turned[0x112] = 6
-    small.save(tmp_path / "turned.png", exif=turned)
     small.save(tmp_path / "turned.jpg", exif=turned, quality=95)
     shown, _ = everything(images.eval_loader([tmp_path / "turned.jpg"], [0], 1, size=48, short_side=48))
     upright = Image.open(tmp_path / "turned.jpg").transpose(Image.Transpose.ROTATE_270)
     assert upright.size == (48, 80)
     assert np.abs(pixels(shown)[0] - np.asarray(upright)[16:64]).max() < LEVELS
+
+
+def test_a_name_may_be_anything_that_a_file_system_takes(tmp_path):
+    names = [tmp_path / name for name in ("mit Leer.png", "\u00fc\u65e5.png", "\udce9.png", "a\nb.png")]
+    for level, name in enumerate(names):
+        Image.new("RGB", (8, 8), (level, 50, 100)).save(name, "PNG")
+    shown, _ = everything(images.eval_loader(names, [0] * 4, 4, size=8, short_side=8))
+    assert pixels(shown)[:, 4, 4].round().tolist() == [[level, 50, 100] for level in range(4)]
 
 
 def test_a_batch_is_the_callers_to_keep(photos):

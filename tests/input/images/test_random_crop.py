@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapkit.input.images.random_crop import RandomCrop, check_crop
@@ -41,6 +41,7 @@ def reference(
 SIDES = st.one_of(st.integers(1, 12), st.integers(13, 700), st.sampled_from([65_500]))
 
 
+@settings(deadline=None)
 @given(
     extents=st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=20),
     scale=st.sampled_from([(0.08, 1.0), (1.0, 1.0), (0.001, 0.002), (0.5, 0.9)]),

@@ -119,6 +119,19 @@ def test_all_of_a_batch_are_named_and_the_loader_can_go_on_elsewhere(paths, make
     assert torch.cat([y for _, y in loader]).tolist() == list(range(12, 30))
 
 
+def test_a_file_that_is_mended_is_read_in_the_next_epoch(paths, make):
+    whole = make(1)
+    label = int(list(whole)[-1][1])
+    expected = torch.cat([x for x, _ in whole])
+    sound = paths[label].read_bytes()
+    text(paths[label])
+    loader = make(1)
+    with pytest.raises(RuntimeError, match="cannot decode"):
+        list(loader)  # in the last batch, when the next epoch's first ones are under way
+    paths[label].write_bytes(sound)
+    assert torch.equal(torch.cat([x for x, _ in loader]), expected)
+
+
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=lambda value: getattr(value, "__name__", ""))
 def test_skipping_puts_the_next_good_file_there_and_nothing_else_changes(paths, make, damage, reason):
     sound = list(make(drop_last=False))
@@ -137,6 +150,19 @@ def test_skipping_puts_the_next_good_file_there_and_nothing_else_changes(paths, 
     assert loader.skipped == {str(paths[index]): 1 for index in instead}
     list(loader)
     assert set(loader.skipped.values()) == {2}
+
+
+def test_a_pass_left_while_its_batches_are_looked_at_leaves_nothing_to_the_next(paths, make):
+    text(paths[int(list(make())[3][1][0])])
+    whole = make(on_error="skip")
+    list(whole)
+    expected = list(whole)
+    for stop in range(1, 4):
+        loader = make(on_error="skip")
+        list(islice(loader, stop))
+        for (x, y), (image, label) in zip(loader, expected, strict=True):
+            assert torch.equal(x, image)
+            assert torch.equal(y, label)
 
 
 def test_what_is_skipped_is_the_same_after_a_resume_and_at_other_numbers_of_ranks(paths, make):

@@ -8,15 +8,11 @@ import hashlib
 
 import numpy as np
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX = (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB))
+from overlapkit.input.order import mix
 
 
 def uniforms(samples: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """`count` random numbers for each sample.
-
-    A counter through the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", 2014), its start a hash of (seed, epoch).
+    """`count` random numbers for each sample: a counter through a mixer keyed by a hash of (seed, epoch).
 
     Args:
         samples: int64 (n,), from 0 on.
@@ -28,14 +24,6 @@ def uniforms(samples: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarr
         float64 (n, count) in [0, 1).
     """
     digest = hashlib.blake2b(f"draws/{seed}/{epoch}".encode(), digest_size=8).digest()
-    start = np.frombuffer(digest, dtype="<u8")
-    value: np.ndarray = np.add.outer(
-        samples.astype(np.uint64) * np.uint64(count), np.arange(count, dtype=np.uint64)
-    )
-    value *= _STEP
-    value += start
-    for shift, multiplier in _MIX:
-        value ^= value >> shift
-        value *= multiplier
-    value ^= value >> np.uint64(31)
-    return (value >> np.uint64(11)) * 2.0**-53
+    first = samples.astype(np.uint64) * np.uint64(count)
+    counters: np.ndarray = np.add.outer(first, np.arange(count, dtype=np.uint64))
+    return (mix(counters, np.frombuffer(digest, dtype="<u8")[0]) >> np.uint64(11)) * 2.0**-53

@@ -69,15 +69,15 @@ class Engine:
     """Batches through both pipelines, in the order in which they are pushed.
 
     Invariants:
-        * `jobs` are the batches under way, oldest first: `decoding` of them in the second pipeline, the
-          others in the first.
+        * `jobs` are the batches under way, oldest first: those whose encoded images are kept are in the
+          second pipeline, the others in the first.
         * After any error, an interrupt too, it is of no further use: DALI says so of its pipelines, and
           what comes out next would no longer be what `jobs` says.
 
     Args:
         recipe: How a batch is made.
         batch_size: Images in the largest batch.
-        threads: Threads of DALI for decoding.
+        threads: Threads of each pipeline.
         ahead: Batches in each pipeline at most; as many must be pushed before the first is pulled.
     """
 

@@ -33,7 +33,7 @@ class ImageLoader:
         recipe: How an image is made.
         schedule: Which batches there are.
         batch_size: Images in a batch.
-        threads: Threads of DALI for decoding.
+        threads: Threads of DALI.
         prefetch: Batches made ahead.
         skip: Let something else take the place of a damaged file.
 
@@ -52,8 +52,8 @@ class ImageLoader:
         self.device = recipe.device
         self.skipped: dict[str, int] = {}
         self._schedule = schedule
-        self._progress = Progress(schedule.order)
-        self._digest = recipe.files.digest
+        least = batch_size if schedule.order.drop_last else 1
+        self._progress = Progress(schedule.order, least, {"files": recipe.files.digest})
         self._passes = 0
         self._lock = threading.Lock()  # a reader that was left behind may still be in `take`
         self._supply = supply = Supply(recipe, batch_size, threads, prefetch, skip)
@@ -95,7 +95,7 @@ class ImageLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """What the latest iterator has yielded so far: plain values, the same on every rank."""
-        return {**self._progress.state_dict(), "files": self._digest}
+        return self._progress.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next `iter()` go on where `state` was taken, at whatever number of ranks.
@@ -104,13 +104,11 @@ class ImageLoader:
             TypeError: It is no dict.
             ValueError: It is damaged, or was saved over other files or in another order.
         """
-        if isinstance(state, dict) and state.get("files", self._digest) != self._digest:
-            raise ValueError(
-                "state was saved over other files, or the same in another order: give the files as they were "
-                "(a list that glob returned is in no order: sort it)"
-            )
         self._progress.load_state_dict(state)
-        self._progress.position = self._schedule.after(self._progress.position, 0)  # its end, or as it is
+
+    def is_over(self, state: dict[str, Any]) -> bool:
+        """Whether the state's epoch has no batch left, so that the next pass is the next epoch."""
+        return self._progress.is_over(state["position"])
 
     def close(self) -> None:
         """Let go of DALI's pipelines and threads. The loader can be used again."""
@@ -133,11 +131,13 @@ class ImageLoader:
                 self._lane.close(PATIENCE_S)
 
     def _run(self, number: int, position: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for batch in range(self._schedule.batches(position)):
+        taken, batches = 0, self._schedule.batches(position)
+        for left in range(batches - 1, -1, -1):
             with self._lock:
                 self._refuse_old(number)
                 job, images = self._supply.take()
-                self._progress.position = self._schedule.after(position, batch + 1)
+                taken += len(job.samples)
+                self._progress.take(taken) if left else self._progress.finish()
                 for name in job.skipped:
                     self.skipped[name] = self.skipped.get(name, 0) + 1
             yield images, torch.from_numpy(job.labels).to(self.device, non_blocking=True)

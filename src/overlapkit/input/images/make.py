@@ -25,8 +25,8 @@ _DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 def train_loader(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    labels: Any = None,
-    batch_size: int = 64,
+    labels: Any,
+    batch_size: int,
     *,
     size: int = 224,
     device: torch.device | str | int | None = None,
@@ -48,7 +48,7 @@ def train_loader(
     """Shuffled images, each cut out at random, resized, perhaps flipped, and normalised.
 
     ```python
-    loader = images.train_loader("imagenet/train", batch_size=256)
+    loader = images.train_loader("imagenet/train", None, batch_size=256)
     for x, y in ok.DeviceLoader(loader):
         ...
     ```
@@ -58,7 +58,7 @@ def train_loader(
 
     Args:
         source: A folder with a folder of images per class (torchvision's ImageFolder), or a list of files.
-        labels: For a list of files, one integer each.
+        labels: For a list of files one integer each, for a folder None.
         batch_size: Images in a batch of this rank.
         size: Height and width of what comes out.
         device: Where images are decoded and handed over: a GPU decodes part of each itself. None for the
@@ -78,8 +78,11 @@ def train_loader(
             come twice, so that every rank has the same number of batches and of images.
         on_error: What to do about files that cannot be read or decoded: "raise" names them; "skip" lets the
             next file in the list that can be take their place, with its label, so that batches keep their
-            size and ranks their number of batches, and notes them in `skipped`.
-        threads: Threads of DALI; None for this process's cores, shared with the node's other ranks.
+            size and ranks their number of batches, and notes them in `skipped`. A file that is cut short
+            is damaged where a crop reaches what is missing; garbled colours that a decoder puts up with
+            are no damage.
+        threads: Threads that decode, and as many that read; None for this process's cores, shared with the
+            node's other ranks.
         prefetch: Batches decoded ahead, and as many read ahead of those, at least 1.
 
     Raises:
@@ -95,13 +98,13 @@ def train_loader(
     files = find_files(source, labels)
     recipe = _recipe(files, crop, device, dtype, layout, mean, std)
     order = Order(len(files.paths), *_rank(rank, world_size), seed, True, drop_last)
-    return _loader(recipe, order, batch_size, drop_last, threads, prefetch, on_error)
+    return _loader(recipe, order, batch_size, threads, prefetch, on_error)
 
 
 def eval_loader(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    labels: Any = None,
-    batch_size: int = 64,
+    labels: Any,
+    batch_size: int,
     *,
     size: int = 224,
     short_side: int | None = None,
@@ -156,17 +159,11 @@ def eval_loader(
     files = find_files(source, labels)
     recipe = _recipe(files, CentreCrop(size, short_side), device, dtype, layout, mean, std)
     order = Order(len(files.paths), *_rank(rank, world_size), 0, False, False)
-    return _loader(recipe, order, batch_size, False, threads, prefetch, on_error)
+    return _loader(recipe, order, batch_size, threads, prefetch, on_error)
 
 
 def _loader(
-    recipe: Recipe,
-    order: Order,
-    batch_size: int,
-    drop_last: bool,
-    threads: int | None,
-    prefetch: int,
-    on_error: str,
+    recipe: Recipe, order: Order, batch_size: int, threads: int | None, prefetch: int, on_error: str
 ) -> ImageLoader:
     _check_count("batch_size", batch_size)
     _check_count("prefetch", prefetch)
@@ -174,7 +171,7 @@ def _loader(
         _check_count("threads", threads)
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error={on_error!r}: use 'raise' or 'skip'")
-    schedule = Schedule(order, recipe.files.labels, recipe.crop, batch_size, drop_last)
+    schedule = Schedule(order, recipe.files.labels, recipe.crop, batch_size)
     if schedule.batches(0) == 0:
         raise ValueError(
             f"batch_size={batch_size} on {order.world} rank(s): {order.size} files make no whole batch. Use "

@@ -21,7 +21,7 @@ class OneByOne:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._engine: Engine | None = None
+        self._engine: Engine | None = None  # of one image at a time
 
     def make(self, job: Job) -> tuple[torch.Tensor, list[str]]:
         """The images of a batch, and its damaged files with what is wrong with each.
@@ -41,10 +41,6 @@ class OneByOne:
             images.append(image)
         return torch.cat(images), damaged
 
-    def close(self) -> None:
-        """Let go of the pipelines."""
-        self._engine = None
-
     def _decode(self, job: Job) -> torch.Tensor | None:
         """The image of a batch of one, or None where it cannot be decoded."""
         if self._engine is None:
@@ -55,9 +51,6 @@ class OneByOne:
         except Exception:
             self._engine = None
             return None
-        except BaseException:
-            self._engine = None
-            raise
 
     def _instead(self, job: Job, index: int, sample: int) -> torch.Tensor:
         if not self._recipe.crop.substitutes:

@@ -15,7 +15,8 @@ _BLOCK = 8192
 class Schedule:
     """Cuts this rank's share of an order into batches.
 
-    Every rank has equally many batches, of equal sizes. With `shuffle` a sample that is dealt a second time
+    Every rank has equally many batches, of equal sizes; with the order's `drop_last` whole ones only. With
+    `shuffle` a sample that is dealt a second time
     to make ranks even counts like any other; without, it is labelled IGNORED.
 
     Args:
@@ -23,30 +24,21 @@ class Schedule:
         labels: Of all files, int64 (n,).
         crop: Draws the random numbers of a sample.
         batch_size: Images in a batch.
-        drop_last: Leave out the end of an epoch that does not fill a batch.
+
+    Attributes:
+        order: As given.
     """
 
-    def __init__(
-        self, order: Order, labels: np.ndarray, crop: Crop, batch_size: int, drop_last: bool
-    ) -> None:
+    def __init__(self, order: Order, labels: np.ndarray, crop: Crop, batch_size: int) -> None:
         self.order = order
         self._labels = labels
         self._crop = crop
         self._size = batch_size
-        self._drop_last = drop_last
 
     def batches(self, position: int) -> int:
         """Batches that this rank takes of an epoch's rest after `position`."""
         share = self.order.share(position)
-        return share // self._size if self._drop_last else -(-share // self._size)
-
-    def after(self, position: int, batches: int) -> int:
-        """Where the epoch stands when each rank has taken some batches since `position`.
-
-        After the last one it is over, at whatever number of ranks: what fills no batch is done with, too.
-        """
-        over = batches == self.batches(position)
-        return self.order.size if over else self.order.after(position, batches * self._size)
+        return share // self._size if self.order.drop_last else -(-share // self._size)
 
     def jobs(self, epoch: int, position: int) -> Iterator[Job]:
         """The batches of an epoch after `position`, then those of the next epochs, without end."""

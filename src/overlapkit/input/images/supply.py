@@ -5,6 +5,7 @@ DALI names no file when one cannot be decoded: it fails the whole batch, and eve
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -25,7 +26,7 @@ class Supply:
     Args:
         recipe: How a batch is made.
         batch_size: Images in the largest batch.
-        threads: Threads of DALI for decoding.
+        threads: Threads of DALI.
         ahead: Batches read, and batches decoded, ahead.
         skip: Let something else take the place of an image that cannot be decoded, rather than raise.
     """
@@ -34,7 +35,6 @@ class Supply:
         self._recipe = recipe
         self._shape = batch_size, threads, ahead
         self._skip = skip
-        self._careful = OneByOne(recipe)
         self._jobs: Iterator[Job] = iter(())
         self._engine: Engine | None = None
         self._suspects: deque[Job] = deque()
@@ -42,24 +42,21 @@ class Supply:
 
     @property
     def next_place(self) -> tuple[int, int, int] | None:
-        """The place of the job that comes out next, or None where nothing has been begun."""
-        if self._suspects:
-            return self._suspects[0].place
-        return self._engine.jobs[0].place if self._engine is not None and self._engine.jobs else None
+        """The place of the job that comes out next, or None where none is under way."""
+        under_way = self._suspects or (self._engine.jobs if self._engine is not None else None)
+        return under_way[0].place if under_way else None
 
     def begin(self, jobs: Iterator[Job]) -> None:
         """Let these jobs be what comes next."""
-        self._jobs = jobs
-        self._suspects.clear()
-        if self._engine is not None:
+        with self._whole_or_closed():
+            self._jobs = jobs
+            self._suspects.clear()
             try:
-                self._engine.drain()
+                if self._engine is not None:
+                    self._engine.drain()
             except Exception:  # of files that nobody asks for any more
                 self._engine = None
-            except BaseException:
-                self._engine = None
-                raise
-        self._fill()
+            self._fill()
 
     def take(self) -> tuple[Job, torch.Tensor]:
         """The next batch: its job, and images.
@@ -67,40 +64,41 @@ class Supply:
         Raises:
             RuntimeError: Files cannot be decoded, and are named; or DALI fails though each of them can.
         """
-        if self._suspects:
-            return self._take_suspect()
-        assert self._engine is not None
-        try:
-            taken = self._engine.pull()
-        except Exception as error:
-            self._suspect(error)
-            return self._take_suspect()
-        except BaseException:
-            self._engine = None
-            raise
-        self._fill()
-        return taken
+        with self._whole_or_closed():
+            if self._suspects:
+                return self._take_suspect()
+            assert self._engine is not None
+            try:
+                taken = self._engine.pull()
+            except Exception as error:
+                self._suspect(error)
+                return self._take_suspect()
+            self._fill()
+            return taken
 
     def close(self) -> None:
         """Throw away what is under way, and the pipelines."""
         self._engine = None
-        self._careful.close()
         self._suspects.clear()
         self._jobs = iter(())
 
-    def _fill(self) -> None:
+    @contextmanager
+    def _whole_or_closed(self) -> Iterator[None]:
+        """Whatever was raised, an interrupt too: what is half done must not come out under another's name."""
         try:
-            if self._engine is None:
-                self._engine = Engine(self._recipe, *self._shape)
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self) -> None:
+        if self._engine is None:
+            self._engine = Engine(self._recipe, *self._shape)
+        try:
             while not self._engine.full:
                 self._engine.push(next(self._jobs))
         except Exception as error:
-            if self._engine is None or not self._engine.jobs:
-                raise  # it could not even be built
             self._suspect(error)
-        except BaseException:
-            self._engine = None
-            raise
 
     def _suspect(self, failure: Exception) -> None:
         """One of the batches under way is damaged; DALI does not say which."""
@@ -110,7 +108,7 @@ class Supply:
 
     def _take_suspect(self) -> tuple[Job, torch.Tensor]:
         job = self._suspects.popleft()
-        images, damaged = self._careful.make(job)
+        images, damaged = OneByOne(self._recipe).make(job)
         if damaged and not self._skip:
             raise RuntimeError(
                 f"cannot decode {_listed(damaged)}. Take what is damaged out of the data set, or "
@@ -118,7 +116,7 @@ class Supply:
             ) from self._failure
         if damaged:
             self._jobs = chain(self._suspects, self._jobs)
-            self._suspects, self._failure = deque(), None
+            self._suspects = deque()
             self._fill()
         elif not self._suspects:
             raise RuntimeError(
