@@ -444,6 +444,8 @@ def test_a_source_without_a_name_and_a_seed_that_is_none(folders: dict[str, Path
         ({"counts": [1, 2, 3]}, r"state has counts=\[1, 2, 3\] at position 8: it is damaged"),
         ({"counts": [9, -2, 1]}, "it is damaged"),
         ({"counts": [4, 4]}, "it is damaged"),
+        ({"counts": None}, "it is damaged"),
+        ({"counts": [8.0, 0, 0]}, "it is damaged"),
         ({"weights": [[0, 0, 1.0]]}, "state has weights .*: it is damaged"),
         ({"position": -1}, "it is damaged"),
         ({"format": 2}, "state has format=2"),

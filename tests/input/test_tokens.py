@@ -173,6 +173,37 @@ def test_a_state_describes_what_was_yielded(folder: Path, batches: int) -> None:
     assert list(taken(fourth)) == whole[14:]
 
 
+def test_an_epoch_is_over_where_no_batch_is_left(folder: Path) -> None:
+    """28 windows: after 9 batches of 3, and after 8 for two ranks, who would need 6 more windows."""
+
+    def build(world: int = 1, batch_size: int = 3) -> TokenShards:
+        return TokenShards(folder, 6, batch_size, rank=0, world_size=world)
+
+    first = build()
+    whole = list(taken(first))
+    assert len(whole) == 9
+    end = first.state_dict()
+    following = list(taken(first))
+    for batch_size in (3, 1):
+        again = build(batch_size=batch_size)
+        assert again.is_over(end)
+        again.load_state_dict(end)
+        rows = [row for batch in taken(again) for row in batch]
+        assert rows[:27] == [row for batch in following for row in batch]
+    near = build()
+    list(taken(near, 8))
+    for world, over in ((1, False), (2, True)):
+        other = build(world)
+        assert other.is_over(near.state_dict()) is over
+        other.load_state_dict(near.state_dict())
+        assert len(list(taken(other))) == (4 if over else 1)
+        assert other.epoch == over
+        other.load_state_dict(near.state_dict())
+        other.set_epoch(0)
+        assert len(list(taken(other))) == (4 if over else 1)
+        assert other.epoch == 0
+
+
 def test_an_older_pass_moves_nothing(folder: Path) -> None:
     shards = TokenShards(folder, 6, 2, rank=0, world_size=1)
     old, new = iter(shards), iter(shards)
@@ -293,7 +324,8 @@ def test_the_rank_is_the_process_group_s(folder: Path, monkeypatch: pytest.Monke
     assert (shards.order.rank, shards.order.world) == (1, 2)
 
 
-def test_nothing_stays_mapped_or_open(folder: Path) -> None:
+def test_nothing_stays_mapped_or_open(tmp_path: Path) -> None:
+    folder = write_set(tmp_path / "x", SET, 50)
     for _ in range(3):
         shards = TokenShards(folder, 6, 2, rank=0, world_size=1)
         rest = iter(shards)

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from overlapkit.input.generators import random_state
 from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.position import Position
 from overlapkit.input.progress import FORMAT, Progress
 from overlapkit.input.sampler import ElasticSampler, Pass
 from overlapkit.input.skipping import twin
-from overlapkit.input.sources import Cursor, Source, random_state
+from overlapkit.input.sources import Cursor, Source
 
 
 def elastic_sampler(loader: DataLoader[Any]) -> ElasticSampler | None:
@@ -56,7 +57,7 @@ class ElasticLoader(Source):
             if resumed:
                 self._sampler.load_state_dict(self._state(resume))
             else:
-                warnings.warn(resume.left_out(self._sampler.epoch, self.unit), stacklevel=7)
+                warnings.warn(resume.left_out(self._sampler.epoch, self.unit), stacklevel=6)
         one = self._sampler.begin()
         if not self._batches(one.share):  # fewer samples are left than a batch
             self._sampler.set_epoch(one.epoch)

@@ -40,7 +40,8 @@ class DeviceLoader:
 
     `state_dict()` counts what the loop has taken, not what was read ahead, and what is loaded applies to
     the next `iter()`. A map-style DataLoader is taken up in mid-epoch by skipping indices in the same
-    order, a list by index, a source with a state of its own by that; anything else only between epochs.
+    order, a list by index, a source with a state of its own by that; anything else only between epochs,
+    or by `drop_through`.
     A state at an epoch's end starts the next epoch. Random augmentation goes on bitwise only where it
     does not draw from global generators: the reader's thread shares those with the training loop.
 
@@ -59,6 +60,8 @@ class DeviceLoader:
             must be plain dense tensors or no tensors at all.
         transform: Applied to each batch: on a GPU on the device, on the side stream; else in the
             reader's thread.
+        drop_through: Let a source without a state be taken up in mid-epoch all the same: its epoch begins
+            again, with its generators and torch's as they were, and what was taken is read and dropped.
         uneven: What to do where ranks have different numbers of batches. "error" promises that they do
             not: nothing is exchanged between ranks to verify it, each hands over what its source has, and
             a difference ends in a collective's timeout. "drop" and "join" are not implemented yet.
@@ -78,11 +81,12 @@ class DeviceLoader:
         pin: bool | None = None,
         reuse_buffers: bool = False,
         transform: Callable[[Any], Any] | None = None,
+        drop_through: bool = False,
         uneven: Literal["error", "drop", "join"] = "error",
     ) -> None:
-        _check(depth, pin, reuse_buffers, transform, uneven)
+        _check(depth, pin, reuse_buffers, transform, drop_through, uneven)
         rank_and_world()
-        self._source = open_source(source)
+        self._source = open_source(source, drop_through)
         self._device = as_device(device)
         on_gpu = self._device.type == "cuda"
         if pin and not on_gpu:
@@ -220,23 +224,21 @@ class DeviceLoader:
 
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
-        mover = None
+        mover = empty = None
         if self._device.type == "cuda":
             mover = self._idle.pop() if self._idle else self._new_mover()
+            empty = mover.landing.empty
+        epoch = self._current_epoch()
         try:
-            cursor = self._open(resume, mover.landing.empty if mover else None)
+            if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
+                cursor = self._replay(resume, epoch, empty)
+            else:
+                cursor = self._source.begin(resume, empty)
+                cursor.position.epoch = epoch
         except BaseException:
             self._idle += [mover] if mover else []
             raise
         return Reader(cursor, mover, self._fixed, self._transform, self._log)
-
-    def _open(self, resume: Position | None, empty: Empty | None) -> Cursor:
-        epoch = self._current_epoch()
-        if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
-            return self._replay(resume, epoch, empty)
-        cursor = self._source.begin(resume, empty)
-        cursor.position.epoch = epoch
-        return cursor
 
     def _replay(self, resume: Position, epoch: int | None, empty: Empty | None) -> Cursor:
         """Take up the state's epoch though another one is set: where it is over, generators go through it."""
@@ -281,7 +283,7 @@ def _differ(saved: int | None, now: int | None) -> bool:
     return saved is not None and now is not None and saved != now
 
 
-def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any) -> None:
+def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, drop_through: Any, uneven: Any) -> None:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"depth={depth!r}: the number of batches read ahead is an integer of at least 1")
     if pin is not None and not isinstance(pin, bool):
@@ -292,5 +294,6 @@ def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any
         raise ValueError(f"uneven={uneven!r}: use 'error' (or, later, 'drop' or 'join')")
     if uneven != "error":
         raise NotImplementedError(f"uneven={uneven!r} is not implemented yet: use 'error' and even ranks")
-    if not isinstance(reuse_buffers, bool):
-        raise ValueError(f"reuse_buffers={reuse_buffers!r}: use True or False")
+    for name, value in {"reuse_buffers": reuse_buffers, "drop_through": drop_through}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: use True or False")

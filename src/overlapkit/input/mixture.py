@@ -9,11 +9,12 @@ from typing import Any, Self
 import numpy as np
 
 from overlapkit.input.drawing import Drawn, draw
+from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.progress import Progress
 from overlapkit.input.tokens import TokenShards, host_memory
 from overlapkit.input.weights import Place, Plan, Weights
-from overlapkit.input.windows import Batch, Empty
+from overlapkit.input.windows import Batch
 
 _ENDLESS = 2**62
 
@@ -169,7 +170,8 @@ class Mixture:
         if missing := sorted({"counts", "weights"} - state.keys()):
             raise ValueError(f"state lacks {', '.join(missing)}: give what state_dict() returned")
         counts, position = state["counts"], state["position"]
-        if len(counts) != len(self._names) or min(counts) < 0 or sum(counts) != position:
+        natural = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
+        if not natural or len(counts) != len(self._names) or sum(counts) != position:
             raise ValueError(f"state has counts={counts!r} at position {position}: it is damaged")
         plan = Plan.from_state(self._names, state["weights"])
         with self._lock:

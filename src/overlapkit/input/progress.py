@@ -41,7 +41,7 @@ class Progress:
         self._step = 0 if repeat else 1
         self.epoch = 0
         self.position = 0
-        self._told = True  # the next pass begins at (epoch, position)
+        self._told: tuple[int, int] | None = (0, 0)  # where the next pass begins
         self._start = 0
 
     def begin(self) -> int:
@@ -49,9 +49,11 @@ class Progress:
 
         A position at an epoch's end, where ranks cannot take `least` samples more, begins a whole epoch.
         """
-        if not self._told or self.is_over(self.position):
+        if self._told is not None:
+            self.epoch, self.position = self._told  # which a pass may have moved while it was being told
+        if self._told is None or self.is_over(self.position):
             self.epoch, self.position = self.epoch + self._step, 0
-        self._told = False
+        self._told = None
         self._start = self.position
         return self.order.share(self._start)
 
@@ -60,19 +62,19 @@ class Progress:
 
         Once the next pass has been told where to begin, a pass that goes on nevertheless moves nothing.
         """
-        if not self._told:
+        if self._told is None:
             self.position = self.order.after(self._start, taken)
 
     def finish(self) -> None:
         """Note that the pass is over: what is left of its epoch is left out, by whatever number of ranks."""
-        if not self._told:
+        if self._told is None:
             self.position = self.order.size
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch: what is left of it where it was resumed, else all of it."""
         if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
-        unfinished = self._told and epoch == self.epoch and not self.is_over(self.position)
+        unfinished = self._told is not None and epoch == self.epoch and not self.is_over(self.position)
         if not unfinished:
             self._tell(epoch, 0)
 
@@ -102,7 +104,7 @@ class Progress:
         self._tell(*self._check(state))
 
     def _tell(self, epoch: int, position: int) -> None:
-        self.epoch, self.position, self._told = epoch, position, True
+        self.epoch, self.position = self._told = epoch, position
 
     def _check(self, state: Any) -> tuple[int, int]:
         if not isinstance(state, dict):

@@ -84,6 +84,12 @@ class Reader:
         return outcome
 
     def _pull(self, stream: torch.cuda.Stream | None) -> Pulled | Ended | None:
+        if self.cursor.to_drop:
+            with self._log.host("input", "drop"):
+                while self.cursor.to_drop and not self.stopped:
+                    self.cursor.drop()
+        if self.stopped:
+            return None
         try:
             with self._log.host("input", "source"):
                 batch, mark = self.cursor.next()

@@ -112,7 +112,7 @@ def _write_shards(documents: Iterable[np.ndarray], folder: Path, dtype: str, lim
     paths: list[Path] = []
     tokens, offsets = bytearray(), array("q", [0])
     for document in documents:
-        if tokens and offsets[-1] + document.size > limit:
+        if tokens and document.size and offsets[-1] + document.size > limit:
             paths.append(_write(folder / str(len(paths)), tokens, offsets, dtype))
             tokens, offsets = bytearray(), array("q", [0])
         tokens += document.tobytes()

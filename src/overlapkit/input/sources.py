@@ -6,15 +6,15 @@ A Source is asked for one Cursor an epoch, in the consumer's thread, so that ran
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from multiprocessing.connection import wait
 from types import GeneratorType
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from overlapkit.input.generators import random_state
 from overlapkit.input.landing import Empty, read
 from overlapkit.input.nesting import ATOMS
 from overlapkit.input.position import Position
@@ -27,6 +27,7 @@ class Cursor:
         position: Where the consumer stands before it has taken a batch of this pass.
         forgets: Once its end was seen the consumer stands nowhere: the next pass needs nothing of this one.
         left: Batches that the pass has, where that is known for certain.
+        to_drop: Batches to `drop` before the first one.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class Cursor:
         *,
         forgets: bool = False,
         left: int | None = None,
+        to_drop: int = 0,
     ) -> None:
         self._batches: Iterator[Any] | None = batches
         self.position = position
         self.forgets = forgets
         self.left = left
+        self.to_drop = to_drop
 
     def next(self) -> tuple[Any, Any]:
         """The next batch, and the mark that describes having taken it.
@@ -58,6 +61,17 @@ class Cursor:
                     "memory or of shared memory (/dev/shm)"
                 ) from error
             raise
+
+    def drop(self) -> None:
+        """Read a batch that was taken in an earlier life, and forget it."""
+        try:
+            self.next()
+        except StopIteration:
+            raise RuntimeError(
+                f"state stands after batch {self.position.taken} of an epoch, but source ends "
+                f"{self.to_drop} before that: it is not the source that the state was saved over"
+            ) from None
+        self.to_drop -= 1
 
     def after(self, here: Position, mark: Any) -> Position:
         """Where the consumer stands that stood `here` and has taken the batch with this mark."""
@@ -146,40 +160,6 @@ class Listed(Source):
             )
 
 
-class Opaque(Source):
-    """An iterable, or a function that returns one, without state: taken up between epochs only.
-
-    Args:
-        original: The iterable or function.
-        why: Why its position cannot be restored.
-    """
-
-    kind = "iterable"
-
-    def __init__(self, original: Any, why: str) -> None:
-        super().__init__(original)
-        self._why = why
-
-    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
-        """Start at the beginning."""
-        batches = self.original if isinstance(self.original, Iterable) else self.original()
-        if not isinstance(batches, Iterable):
-            raise TypeError(
-                f"source={self.original!r} returned a {type(batches).__name__}: it must return an iterable"
-            )
-        return Cursor(read(batches, empty), Position(), forgets=True)
-
-    def check(self, resume: Position) -> None:
-        """Refuse any position within an epoch."""
-        super().check(resume)
-        if resume.taken:
-            raise ValueError(
-                f"state stands after batch {resume.taken} of an epoch, and source cannot be taken up there: "
-                f"{self._why}. Use a map-style dataset with DataLoader, torchdata's StatefulDataLoader, or "
-                "give the source state_dict() and load_state_dict(); or save between epochs"
-            )
-
-
 class Stateful(Source):
     """A source with state_dict and load_state_dict of its own, such as StatefulDataLoader."""
 
@@ -233,6 +213,15 @@ class _Snapshots(Cursor):
         return super().next()[0], self._snapshot()
 
 
+def _copied(state: Any) -> Any:
+    """A deep copy; of plain values, which is what most states are, at a fifth of `copy.deepcopy`'s price."""
+    if type(state) is dict:
+        return {key: value if type(value) in ATOMS else _copied(value) for key, value in state.items()}
+    if type(state) is list:
+        return [value if type(value) in ATOMS else _copied(value) for value in state]
+    return copy.deepcopy(state)
+
+
 def known_length(source: Any) -> int | None:
     """Batches in an epoch, or None where the source does not know.
 
@@ -246,15 +235,6 @@ def known_length(source: Any) -> int | None:
         return None
 
 
-def _copied(state: Any) -> Any:
-    """A deep copy; of plain values, which is what most states are, at a fifth of `copy.deepcopy`'s price."""
-    if type(state) is dict:
-        return {key: value if type(value) in ATOMS else _copied(value) for key, value in state.items()}
-    if type(state) is list:
-        return [value if type(value) in ATOMS else _copied(value) for value in state]
-    return copy.deepcopy(state)
-
-
 def _dead_workers(batches: Any) -> str:
     """The worker processes of a DataLoader's iterator that have died, or are just dying."""
     workers = getattr(batches, "_workers", None)
@@ -266,13 +246,3 @@ def _dead_workers(batches: Any) -> str:
             worker.join(1.0)  # its end of the pipe is closed a moment before it has ended
     dead = [worker for worker in workers if worker.exitcode]
     return ", ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in dead)
-
-
-@contextmanager
-def random_state() -> Iterator[None]:
-    """Let torch's global generator go on afterwards as if nothing had been drawn."""
-    now = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(now)

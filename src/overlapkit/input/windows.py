@@ -1,7 +1,7 @@
 """Windows over token shards: which tokens make up a sample, and how a batch of them is gathered."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -10,10 +10,8 @@ import torch
 
 from overlapkit.input.address_range import map_files
 from overlapkit.input.documents import PackedTokens, write_documents
+from overlapkit.input.landing import Empty
 from overlapkit.input.shards import OFFSETS, Shard, check_offsets
-
-Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Gives uninitialised host memory of a shape and dtype."""
 
 Batch = torch.Tensor | PackedTokens
 
