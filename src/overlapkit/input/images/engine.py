@@ -100,8 +100,8 @@ class Engine:
         self.jobs.append(job)
         if len(self.jobs) - len(self._kept) > self._ahead:
             self._decode_next()
-        paths = [self._recipe.files.paths[sample] for sample in job.samples]
-        self._reading.push(path=[np.frombuffer(os.fsencode(path), dtype=np.uint8) for path in paths])
+        paths = np.array([os.fsencode(self._recipe.files.paths[sample]) for sample in job.samples])
+        self._reading.push(path=paths[:, None].view(np.uint8))  # zeros end the shorter ones, as in C
 
     def pull(self) -> tuple[Job, torch.Tensor]:
         """The oldest batch: images (n, 3, size, size) or (n, size, size, 3). Waits for them."""
