@@ -9,11 +9,13 @@ import torch
 
 from overlapkit.device import as_device, rank_and_world
 from overlapkit.input.detect import open_source
+from overlapkit.input.draws import DrawWatch
 from overlapkit.input.fixed import FixedMemory
 from overlapkit.input.iterator import BatchIterator
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
 from overlapkit.input.reader import Reader
+from overlapkit.input.sample_seed import epoch_holders
 from overlapkit.input.skipping import sampler_chain
 from overlapkit.input.sources import Cursor
 from overlapkit.input.transfer import Mover
@@ -97,6 +99,7 @@ class DeviceLoader:
         self._pin = on_gpu if pin is None else pin
         self._transform = transform
         self._log = SpanLog()
+        self._watch = DrawWatch()
         self._fixed = FixedMemory(self._device, self._log) if reuse_buffers else None
         self._idle: list[Mover] = []
         self._live: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
@@ -122,6 +125,7 @@ class DeviceLoader:
             self._depth,
             self._device,
             self._log,
+            self._watch,
             self._take_note,
             self._take_back,
         )
@@ -273,7 +277,7 @@ class DeviceLoader:
         source = self._source.original
         if callable(getattr(source, "set_epoch", None)):
             return [source]
-        candidates = [*sampler_chain(source), getattr(source, "dataset", None)]
+        candidates = [*sampler_chain(source), *epoch_holders(getattr(source, "dataset", None))]
         return [holder for holder in candidates if callable(getattr(holder, "set_epoch", None))]
 
 
