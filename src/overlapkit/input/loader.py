@@ -146,22 +146,22 @@ class DeviceLoader:
     @property
     def dataset(self) -> Any:
         """The source's dataset."""
-        return self._source.original.dataset
+        return self._forward("dataset")
 
     @property
     def sampler(self) -> Any:
         """The source's sampler."""
-        return self._source.original.sampler
+        return self._forward("sampler")
 
     @property
     def batch_sampler(self) -> Any:
         """The source's batch sampler."""
-        return self._source.original.batch_sampler
+        return self._forward("batch_sampler")
 
     @property
     def batch_size(self) -> Any:
         """The source's batch size."""
-        return self._source.original.batch_size
+        return self._forward("batch_size")
 
     @property
     def next_epoch(self) -> int:
@@ -224,6 +224,13 @@ class DeviceLoader:
         for iterator in list(self._live):
             iterator.close()
         self._idle.clear()
+
+    def _forward(self, name: str) -> Any:
+        try:
+            return getattr(self._source.original, name)
+        except AttributeError as error:
+            kind = type(self._source.original).__name__
+            raise AttributeError(f"source={kind} has no {name} that could be forwarded") from error
 
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
