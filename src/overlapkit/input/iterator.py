@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from overlapkit.input.draws import DrawWatch
 from overlapkit.input.failed import Failed
 from overlapkit.input.position import Position
 from overlapkit.input.reader import Ended, Pulled, Reader
@@ -38,6 +39,7 @@ class BatchIterator:
         depth: Pulls outstanding.
         device: Where batches go.
         log: Takes the consumer's waits.
+        watch: Looks on during the first of them.
         on_taken: Called with the position at each hand-over.
         on_closed: Called once with the reader, when its thread has ended.
 
@@ -53,6 +55,7 @@ class BatchIterator:
         depth: int,
         device: torch.device,
         log: SpanLog,
+        watch: DrawWatch,
         on_taken: Callable[[Position], None],
         on_closed: Callable[[Reader], None],
     ) -> None:
@@ -64,6 +67,7 @@ class BatchIterator:
         self._depth = depth
         self._device = device
         self._log = log
+        self._watch = watch
         self._on_taken = on_taken
         self._on_closed = on_closed
         self._lane = Lane("input", kind="thread")
@@ -83,7 +87,7 @@ class BatchIterator:
             )
         if self._closed:
             raise StopIteration
-        with self._log.host("input", "wait", exposed=True):
+        with self._watch, self._log.host("input", "wait", exposed=True):
             outcome = self._tickets[0].wait()
         self._tickets.popleft()
         if self._resumed and not self._handed_out and self._is_over(outcome):
