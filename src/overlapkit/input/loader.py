@@ -168,7 +168,8 @@ class DeviceLoader:
         """The epoch to set for the next pass: `for epoch in range(loader.next_epoch, epochs): ...`.
 
         0 at first; in front of a state in mid-epoch that epoch; after an epoch, or in front of a state at
-        its end, the one that follows. Only lists and map-style DataLoaders know that they are at an end.
+        its end, the one that follows. Lists, map-style DataLoaders and overlapkit's own sources know
+        their end.
         """
         epoch, position = self._current_epoch(), self._position
         if position is not None and position.epoch == epoch and self._source.over(position):

@@ -166,21 +166,39 @@ class Stateful(Source):
     kind = "stateful"
     exclusive = True  # its state is that of its latest iterator
 
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.replays = not callable(getattr(original, "set_epoch", None))
+
     def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
-        """Start, after the source has loaded its own state."""
+        """Start, after the source has loaded its own state; one with epochs has the last word on them."""
         if resume is not None and resume.mark is not None:
+            told = None if self.replays else getattr(self.original, "epoch", None)
             self.original.load_state_dict(copy.deepcopy(resume.mark))
+            if told is not None and told != resume.epoch:  # the loop set it after the state was loaded
+                self.original.set_epoch(told)
         taken = resume.taken if resume else 0
         with random_state() if taken else nullcontext():  # what iter() draws was drawn when the epoch began
             batches = read(self.original, empty)
         return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot)
+
+    def over(self, position: Position) -> bool:
+        """Whether nothing is left, where the source can tell by a state of its own (`is_over`)."""
+        is_over = getattr(self.original, "is_over", None)
+        return callable(is_over) and bool(is_over(position.noted))
 
     def rest(self) -> Position:
         """The source's state."""
         return Position(mark=self.snapshot())
 
     def snapshot(self) -> Any:
-        """The source's state now; a copy, because sources hand out what they go on changing."""
+        """The source's state now; a copy, because sources hand out what they go on changing.
+
+        A source with `state_later` returns what works it out, so that what the loop tells the source after
+        a batch was read ahead is in the state behind that batch.
+        """
+        if callable(later := getattr(self.original, "state_later", None)):
+            return later()
         return _copied(self.original.state_dict())
 
 
