@@ -306,3 +306,22 @@ def test_the_recorder_sees_memory_that_is_lent_before_its_copy_is_done(
     with fake_cuda() as machine:
         list(ok.DeviceLoader(Into(tokens), "cuda", depth=1))
         assert any("host memory" in fault for fault in machine.faults)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", [True, False])
+def test_gpu_values_under_load(pin: bool) -> None:
+    def large(k: int, empty: Empty) -> Any:
+        return filled(empty, (1 << 19,), torch.float32, k), torch.full((1 << 18,), float(k))
+
+    loader = ok.DeviceLoader(Into(large, 40), "cuda", depth=1, pin=pin)
+    weight = torch.randn(2048, 2048, device="cuda")
+    sums = []
+    for lent, other in loader:
+        weight = torch.tanh(weight @ weight)
+        sums.append((lent.double().sum(), lent.min(), lent.max(), other.double().sum()))
+    for k, (total, low, high, rest) in enumerate(sums):
+        assert (total.item(), low.item(), high.item(), rest.item()) == (k << 19, k, k, k << 18)
+    if pin:
+        assert packed(loader) <= (1 << 20) * 40 + (1 << 21)
+    loader.close()

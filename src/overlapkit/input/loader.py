@@ -11,13 +11,12 @@ from overlapkit.device import as_device, rank_and_world
 from overlapkit.input.arguments import check
 from overlapkit.input.detect import open_source
 from overlapkit.input.draws import DrawWatch
+from overlapkit.input.epochs import current_epoch, epoch_holders
 from overlapkit.input.fixed import FixedMemory
 from overlapkit.input.iterator import BatchIterator
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
 from overlapkit.input.reader import Reader
-from overlapkit.input.sample_seed import epoch_holders
-from overlapkit.input.skipping import sampler_chain
 from overlapkit.input.sources import Cursor
 from overlapkit.input.transfer import Mover
 from overlapkit.span import Span, SpanLog
@@ -62,7 +61,8 @@ class DeviceLoader:
             until the next one is asked for, by which time the loop's stream must wait for whatever uses it
             on another. It costs one more copy a batch, on the device, for which the loop's stream stands
             still, and the memory of one batch for each layout (dtypes, shapes, strides), of which there may
-            be 16. Tensors must be plain and dense.
+            be 16. Tensors must be plain and dense. The reader's thread goes on while a graph is captured:
+            use `torch.cuda.graph(graph, capture_error_mode="thread_local")`.
         transform: Applied to each batch: on a GPU on the device, on the side stream; else in the
             reader's thread.
         drop_through: Let a source without a state be taken up in mid-epoch all the same: its epoch begins
@@ -186,7 +186,7 @@ class DeviceLoader:
         Nothing happens where none of them has epochs.
         """
         self._epoch = epoch
-        for holder in self._epoch_holders():
+        for holder in epoch_holders(self._source.original):
             holder.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,17 +280,8 @@ class DeviceLoader:
             reader.mover = None
 
     def _current_epoch(self) -> int | None:
-        for holder in self._epoch_holders():
-            if isinstance(epoch := getattr(holder, "epoch", None), int):
-                return epoch
-        return self._epoch
-
-    def _epoch_holders(self) -> list[Any]:
-        source = self._source.original
-        if callable(getattr(source, "set_epoch", None)):
-            return [source]
-        candidates = [*sampler_chain(source), *epoch_holders(getattr(source, "dataset", None))]
-        return [holder for holder in candidates if callable(getattr(holder, "set_epoch", None))]
+        epoch = current_epoch(self._source.original)
+        return self._epoch if epoch is None else epoch
 
 
 def _differ(saved: int | None, now: int | None) -> bool:
