@@ -17,6 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from overlapkit.input import ElasticSampler
+
 
 class Numbers(Dataset[int]):
     """0, 1, ... n - 1; counts what is loaded."""
@@ -131,6 +133,7 @@ MAP_STYLE: dict[str, Callable[..., DataLoader[int]]] = {
     "unbatched": unbatched,
     "by epoch": by_epoch,
     "distributed": _sampled(lambda data: DistributedSampler(data, num_replicas=2, rank=1, seed=3)),
+    "elastic": _sampled(lambda data: ElasticSampler(data, num_replicas=2, rank=1, seed=3)),
     "with replacement": _sampled(lambda data: RandomSampler(data, replacement=True, generator=generator())),
     "weighted": _sampled(lambda data: WeightedRandomSampler([1.0] * len(data), len(data))),
     "subset": _sampled(lambda data: SubsetRandomSampler(range(len(data)), generator=generator())),
@@ -153,6 +156,11 @@ def stateful_loader(n: int, size: int, **options: Any) -> Any:
     return _stateful(data, size, sampler=RandomSampler(data, generator=generator()), **options)
 
 
+def stateful_elastic(n: int, size: int, **options: Any) -> Any:
+    data = Numbers(n)
+    return _stateful(data, size, sampler=ElasticSampler(data, num_replicas=2, rank=1, seed=3), **options)
+
+
 def stateful_stream(n: int, size: int, **options: Any) -> Any:
     return _stateful(StatefulStream(n), size, **options)
 
@@ -171,6 +179,7 @@ def listed(n: int, size: int) -> list[list[int]]:
 RESUMABLE: dict[str, Callable[[int, int], Any]] = {
     **MAP_STYLE,
     "stateful loader": stateful_loader,
+    "stateful elastic": stateful_elastic,
     "stateful stream": stateful_stream,
     "list": listed,
 }

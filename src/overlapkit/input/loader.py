@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -11,10 +11,12 @@ from overlapkit.device import as_device, rank_and_world
 from overlapkit.input.detect import open_source
 from overlapkit.input.iterator import BatchIterator
 from overlapkit.input.position import Position
+from overlapkit.input.ranks import Ranks
 from overlapkit.input.reader import Reader
 from overlapkit.input.skipping import sampler_chain
 from overlapkit.input.sources import Cursor
 from overlapkit.input.transfer import Mover
+from overlapkit.input.uneven import Uneven
 from overlapkit.span import Span, SpanLog
 
 
@@ -42,6 +44,13 @@ class DeviceLoader:
     A state at an epoch's end starts the next epoch. Random augmentation goes on bitwise only where it
     does not draw from global generators: the reader's thread shares those with the training loop.
 
+    Among several ranks a pass begins on all of them together, unless uneven is None. Where each knows how
+    many batches it has (a list, a map-style DataLoader, or a source with a state and with `batches_left`,
+    which counts those of the pass that its `iter()` began), they say so once, through the job's store, and
+    nothing is exchanged for a batch. Elsewhere a lane beside the reader agrees on each batch, in about four
+    calls to the store and as far ahead as batches are read. No rank waits longer than half of the process
+    group's timeout: then it raises, and names the rank that did not come. One process exchanges nothing.
+
     Args:
         source: A re-iterable of batches: DataLoader, StatefulDataLoader, torchdata.nodes.Loader, a list,
             or a function that returns a fresh iterator for each epoch. Its `pin_memory` is best left
@@ -53,13 +62,15 @@ class DeviceLoader:
         reuse_buffers: Fixed device addresses. Not implemented yet.
         transform: Applied to each batch: on a GPU on the device, on the side stream; else in the
             reader's thread.
-        uneven: What to do where ranks have different numbers of batches. "error" promises that they do
-            not: nothing is exchanged between ranks to verify it, each hands over what its source has, and
-            a difference ends in a collective's timeout. "drop" and "join" are not implemented yet.
+        uneven: What to do where ranks have different numbers of batches in a pass: "error" raises on all,
+            "drop" ends the pass on all with the shortest, "join" hands a rank's last batch over again until
+            the longest is done (`filler` is True then: multiply the loss by 0). None lets ranks be
+            independent, and is for a loader that not every rank iterates, and equally often.
 
     Raises:
         TypeError: `source` is no re-iterable of batches.
-        ValueError: `source` is empty, or an argument is out of range.
+        ValueError: `source` is empty, or an argument is out of range. From a pass: ranks are uneven.
+        RankFailed: From a pass: another rank failed, or did not come in time.
         RuntimeError: WORLD_SIZE is set but there is no process group: every rank would read the same.
     """
 
@@ -72,10 +83,10 @@ class DeviceLoader:
         pin: bool | None = None,
         reuse_buffers: bool = False,
         transform: Callable[[Any], Any] | None = None,
-        uneven: Literal["error", "drop", "join"] = "error",
+        uneven: Uneven | None = "error",
     ) -> None:
         _check(depth, pin, reuse_buffers, transform, uneven)
-        rank_and_world()
+        _, world = rank_and_world()
         self._source = open_source(source)
         self._device = as_device(device)
         on_gpu = self._device.type == "cuda"
@@ -87,6 +98,8 @@ class DeviceLoader:
         self._pin = on_gpu if pin is None else pin
         self._transform = transform
         self._log = SpanLog()
+        self._ranks = Ranks(uneven) if uneven is not None and world > 1 else None
+        self._filler = False
         self._idle: list[Mover] = []
         self._live: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self._epoch: int | None = None
@@ -110,6 +123,7 @@ class DeviceLoader:
             self._depth,
             self._device,
             self._log,
+            self._ranks,
             self._take_note,
             self._take_back,
         )
@@ -146,6 +160,11 @@ class DeviceLoader:
     def batch_size(self) -> Any:
         """The source's batch size."""
         return self._source.original.batch_size
+
+    @property
+    def filler(self) -> bool:
+        """Whether the batch handed over last has been handed over before: with uneven="join" at an end."""
+        return self._filler
 
     @property
     def next_epoch(self) -> int:
@@ -211,7 +230,7 @@ class DeviceLoader:
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
         epoch = self._current_epoch()
-        if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
+        if resume is not None and resume.begun and self._source.replays and _differ(resume.epoch, epoch):
             cursor = self._replay(resume, epoch)
         else:
             cursor = self._source.begin(resume)
@@ -236,8 +255,8 @@ class DeviceLoader:
     def _new_mover(self) -> Mover:
         return Mover(self._device, self._depth + 1, self._pin, self._transform, self._log)
 
-    def _take_note(self, position: Position) -> None:
-        self._position = position
+    def _take_note(self, position: Position, filler: bool) -> None:
+        self._position, self._filler = position, filler
 
     def _take_back(self, reader: Reader) -> None:
         """Keep what a finished pass moved its batches with: streams and page-locked memory are dear."""
@@ -271,9 +290,9 @@ def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any
         raise ValueError(f"pin={pin!r}: use True, False, or None to page-lock where the device is a GPU")
     if transform is not None and not callable(transform):
         raise TypeError(f"transform={transform!r} is not callable: give a function of one batch, or None")
-    if uneven not in ("error", "drop", "join"):
-        raise ValueError(f"uneven={uneven!r}: use 'error' (or, later, 'drop' or 'join')")
-    if uneven != "error":
-        raise NotImplementedError(f"uneven={uneven!r} is not implemented yet: use 'error' and even ranks")
+    if uneven not in ("error", "drop", "join", None):
+        raise ValueError(
+            f"uneven={uneven!r}: use 'error', 'drop' or 'join', or None where ranks are independent"
+        )
     if reuse_buffers:
         raise NotImplementedError("reuse_buffers=True is not implemented yet: use False")

@@ -74,13 +74,15 @@ class ElasticSampler(DistributedSampler[int]):
         self.order = Order(size, self.rank, self.num_replicas, seed, shuffle, drop_last)
         self.num_samples = self.order.share(0)
         self.total_size = self.num_samples * self.num_replicas
-        self._progress = Progress(self.order, repeat=True)
+        self._epoch = 0
+        self._start: int | None = 0  # where the next pass begins, if that was told
+        self._set = False  # by set_epoch
         self._latest = Pass(0, 0, 0)
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
         """The epoch of the latest pass, or of the next one where it was set."""
-        return self._progress.epoch
+        return self._epoch
 
     def __iter__(self) -> Iterator[int]:
         """This rank's samples of the epoch, or what a loaded state left of it.
@@ -94,27 +96,47 @@ class ElasticSampler(DistributedSampler[int]):
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be this epoch: what is left of it where a state stands in it, else all of it."""
-        self._progress.set_epoch(epoch)
+        """Let the next pass be this epoch: what is left of it where a state stands in it, else all of it.
+
+        Where a state stands at its end, nothing is left.
+        """
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+            raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
+        if epoch != self._epoch or self._start is None:
+            self._epoch, self._start = epoch, 0
+        self._set = True
 
     def state_dict(self) -> dict[str, Any]:
         """Where the latest iterator stands: plain values, the same on every rank."""
-        self._progress.take(self._latest.taken())
-        return self._progress.state_dict()
+        here, latest = Progress(self.order), self._latest
+        here.epoch, here.position = self._epoch, self._start or 0
+        if self._start is None:
+            here.position = self.order.after(latest.position, latest.taken())
+        return here.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass begin where `state` stands, whatever number of ranks it was saved at.
+
+        A state at an epoch's end begins a whole pass, unless that very epoch is set, of which nothing is
+        left. Where another epoch is set already, it stays: torchdata loads a sampler's state that late.
 
         Raises:
             TypeError: It is no dict.
             ValueError: It is damaged, or was saved over another number of samples, seed or shuffle.
         """
-        self._progress.load_state_dict(state)
+        there = Progress(self.order)
+        there.load_state_dict(state)
+        over = self.order.share(there.position) == 0
+        if not (over and self._set and there.epoch != self._epoch):
+            self._epoch, self._start = there.epoch, there.position
 
     def begin(self) -> "Pass":
         """Begin a pass: what `state_dict` describes from now on."""
-        share = self._progress.begin()
-        self._latest = Pass(self._progress.epoch, self._progress.position, share)
+        start = self._start or 0
+        if not self._set and self.order.share(start) == 0:
+            start = 0
+        self._latest = Pass(self._epoch, start, self.order.share(start))
+        self._start, self._set = None, False
         return self._latest
 
     def samples(self, one: "Pass") -> Iterator[int]:

@@ -8,6 +8,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from multiprocessing.connection import wait
 from types import GeneratorType
 from typing import Any
@@ -33,7 +34,7 @@ class Cursor:
         position: Position,
         *,
         forgets: bool = False,
-        left: int | None = None,
+        left: float | None = None,
     ) -> None:
         self._batches: Iterator[Any] | None = batches
         self.position = position
@@ -60,6 +61,12 @@ class Cursor:
     def after(self, here: Position, mark: Any) -> Position:
         """Where the consumer stands that stood `here` and has taken the batch with this mark."""
         return Position(here.taken + 1, here.epoch, here.order, mark)
+
+    def end(self, here: Position) -> Position:
+        """Where the consumer stands when the pass is over, though it has not taken all of it."""
+        if self.left is None:
+            return here
+        return replace(here, taken=self.position.taken + int(self.left), mark=None)
 
     def close(self, handed_out: int, depth: int) -> None:
         """Let go of the source's iterator. Called once, when nobody is in `next`.
@@ -165,7 +172,7 @@ class Opaque(Source):
     def check(self, resume: Position) -> None:
         """Refuse any position within an epoch."""
         super().check(resume)
-        if resume.taken:
+        if resume.begun:
             raise ValueError(
                 f"state stands after batch {resume.taken} of an epoch, and source cannot be taken up there: "
                 f"{self._why}. Use a map-style dataset with DataLoader, torchdata's StatefulDataLoader, or "
@@ -184,9 +191,11 @@ class Stateful(Source):
         if resume is not None and resume.mark is not None:
             self.original.load_state_dict(copy.deepcopy(resume.mark))
         taken = resume.taken if resume else 0
-        with random_state() if taken else nullcontext():  # what iter() draws was drawn when the epoch began
+        begun = resume is not None and resume.begun
+        with random_state() if begun else nullcontext():  # what iter() draws was drawn when the epoch began
             batches = iter(self.original)
-        return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot)
+        left = getattr(self.original, "batches_left", None)
+        return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot, left)
 
     def rest(self) -> Position:
         """The source's state."""
@@ -200,12 +209,22 @@ class Stateful(Source):
 class _Snapshots(Cursor):
     """A pass that notes the source's own state right after each batch."""
 
-    def __init__(self, batches: Iterator[Any], position: Position, snapshot: Callable[[], Any]) -> None:
-        super().__init__(batches, position)
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        snapshot: Callable[[], Any],
+        left: float | None,
+    ) -> None:
+        super().__init__(batches, position, left=left)
         self._snapshot = snapshot
 
     def next(self) -> tuple[Any, Any]:
         return super().next()[0], self._snapshot()
+
+    def end(self, here: Position) -> Position:
+        """Only the source could tell."""
+        return here
 
 
 def known_length(source: Any) -> int | None:
