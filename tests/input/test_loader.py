@@ -20,7 +20,7 @@ from tests.input.sources import ByEpoch, Numbers, Stream, in_order, plain
         ({"transform": 3}, TypeError, "transform=3"),
         ({"uneven": "skip"}, ValueError, "uneven='skip'"),
         ({"uneven": False}, ValueError, "uneven=False"),
-        ({"reuse_buffers": True}, NotImplementedError, "reuse_buffers=True"),
+        ({"reuse_buffers": 2}, ValueError, "reuse_buffers=2"),
         ({"device": "gpu"}, ValueError, "device='gpu'"),
         ({"device": "meta"}, ValueError, "device='meta'"),
     ],

@@ -473,3 +473,67 @@ def test_leaving_the_rest_of_an_epoch_waits_for_the_reader_that_has_begun_it() -
         with pytest.warns(UserWarning, match="epoch 1 was set"):
             taken = [index for batch in loader for index in batch.tolist()]
         assert taken == list(range(100, 120))
+
+
+class Epochs:
+    """A source with a state and epochs of its own: batch k of epoch e is 10 * e + k."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.epoch, self.at, self.told = n, 0, 0, True
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.told:
+            self.epoch, self.at = self.epoch + 1, 0
+        self.told = False
+        return self._rest()
+
+    def _rest(self) -> Iterator[int]:
+        while self.at < self.n:
+            self.at += 1
+            yield 10 * self.epoch + self.at - 1
+
+    def set_epoch(self, epoch: int) -> None:
+        if not (self.told and epoch == self.epoch):
+            self.epoch, self.at = epoch, 0
+        self.told = True
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at, self.told = state["epoch"], state["at"], True
+
+
+@pytest.mark.parametrize("lives", [[3], [1, 1], [4], [5], [8, 2], [4, 4]], ids=str)
+def test_a_source_with_epochs_of_its_own_has_the_last_word_on_them(lives: list[int]) -> None:
+    assert resumed_run(lambda: Epochs(4), 2, lives) == truth(Epochs(4))
+
+
+def test_an_epoch_set_after_the_state_was_loaded_is_begun_whole() -> None:
+    loader = DeviceLoader(Epochs(4), "cpu")
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    loader.set_epoch(7)
+    assert list(loader) == [70, 71, 72, 73]
+
+
+class Later(Epochs):
+    """A source whose state is worked out when it is asked for: it has what was noted until then."""
+
+    notes = 0
+
+    def state_later(self) -> Callable[[], dict[str, int]]:
+        noted = self.state_dict()
+        return lambda: {**noted, "notes": self.notes}
+
+
+def test_what_a_source_was_told_after_a_batch_was_read_ahead_is_in_the_state_behind_it() -> None:
+    source = Later(9)
+    loader = DeviceLoader(source, "cpu", depth=4)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    source.notes = 5
+    assert loader.state_dict()["mark"] == {"epoch": 0, "at": 2, "notes": 5}
+    loader.close()

@@ -8,12 +8,14 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from overlapkit.input.generators import random_state
+from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.position import Position
 from overlapkit.input.progress import FORMAT, Progress
 from overlapkit.input.sampler import ElasticSampler, Pass
 from overlapkit.input.skipping import twin
-from overlapkit.input.sources import Cursor, Source, random_state
+from overlapkit.input.sources import Cursor, Source
 
 
 def elastic_sampler(loader: DataLoader[Any]) -> ElasticSampler | None:
@@ -47,7 +49,7 @@ class ElasticLoader(Source):
         self._order = sampler.order
         self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start the epoch that the sampler was set to, or what `resume` left of it."""
         resumed = resume is not None and resume.taken > 0 and not self.over(resume)
         if resume is not None and resumed:

@@ -83,8 +83,9 @@ class BatchIterator:
     def __next__(self) -> Any:
         if self._superseded:
             raise RuntimeError(
-                "this iterator was closed when a newer one was made: its source has one iterator at a time "
-                "(it has a state, or persistent workers). Make a second loader for nested loops"
+                "this iterator was closed when a newer one was made: there is one at a time where the source "
+                "has a state or persistent workers, and with reuse_buffers. Make a second loader for nested "
+                "loops"
             )
         if self._closed:
             raise StopIteration

@@ -9,7 +9,9 @@ import torch
 
 from overlapkit.device import as_device, rank_and_world
 from overlapkit.input.detect import open_source
+from overlapkit.input.fixed import FixedMemory
 from overlapkit.input.iterator import BatchIterator
+from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
 from overlapkit.input.ranks import Ranks
 from overlapkit.input.reader import Reader
@@ -40,7 +42,8 @@ class DeviceLoader:
 
     `state_dict()` counts what the loop has taken, not what was read ahead, and what is loaded applies to
     the next `iter()`. A map-style DataLoader is taken up in mid-epoch by skipping indices in the same
-    order, a list by index, a source with a state of its own by that; anything else only between epochs.
+    order, a list by index, a source with a state of its own by that; anything else only between epochs,
+    or by `drop_through`.
     A state at an epoch's end starts the next epoch. Random augmentation goes on bitwise only where it
     does not draw from global generators: the reader's thread shares those with the training loop.
 
@@ -59,9 +62,15 @@ class DeviceLoader:
         depth: Batches read ahead, at least 1.
         pin: Page-lock host memory; None does so where the device is a GPU. It takes at most (depth + 1)
             times the largest batch.
-        reuse_buffers: Fixed device addresses. Not implemented yet.
+        reuse_buffers: Hand over every batch at the same addresses, as CUDA graphs need it: a batch is valid
+            until the next one is asked for, on the stream that it was handed over on and on those that wait
+            for it. It costs one more copy a batch, on the device, for which the loop's stream stands still,
+            and for each layout (dtypes, shapes, strides) the memory of a batch; there may be 16. All leaves
+            must be plain dense tensors or no tensors at all.
         transform: Applied to each batch: on a GPU on the device, on the side stream; else in the
             reader's thread.
+        drop_through: Let a source without a state be taken up in mid-epoch all the same: its epoch begins
+            again, with its generators and torch's as they were, and what was taken is read and dropped.
         uneven: What to do where ranks have different numbers of batches in a pass: "error" raises on all,
             "drop" ends the pass on all with the shortest, "join" hands a rank's last batch over again until
             the longest is done (`filler` is True then: multiply the loss by 0). None lets ranks be
@@ -83,11 +92,12 @@ class DeviceLoader:
         pin: bool | None = None,
         reuse_buffers: bool = False,
         transform: Callable[[Any], Any] | None = None,
+        drop_through: bool = False,
         uneven: Uneven | None = "error",
     ) -> None:
-        _check(depth, pin, reuse_buffers, transform, uneven)
+        _check(depth, pin, reuse_buffers, transform, drop_through, uneven)
         _, world = rank_and_world()
-        self._source = open_source(source)
+        self._source = open_source(source, drop_through)
         self._device = as_device(device)
         on_gpu = self._device.type == "cuda"
         if pin and not on_gpu:
@@ -100,6 +110,7 @@ class DeviceLoader:
         self._log = SpanLog()
         self._ranks = Ranks(uneven) if uneven is not None and world > 1 else None
         self._filler = False
+        self._fixed = FixedMemory(self._device, self._log) if reuse_buffers else None
         self._idle: list[Mover] = []
         self._live: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self._epoch: int | None = None
@@ -110,9 +121,10 @@ class DeviceLoader:
         """Start a pass: an epoch, or the rest of the one that a loaded state stands in.
 
         Passes are independent of each other where the source's are; where it has one iterator at a time
-        (it has a state, or persistent workers), an earlier pass that was not finished is closed.
+        (it has a state, or persistent workers), and with reuse_buffers, an earlier pass that was not
+        finished is closed.
         """
-        if self._source.exclusive:
+        if self._source.exclusive or self._fixed is not None:
             for earlier in list(self._live):
                 earlier.supersede()
         resume, self._resume = self._resume, None
@@ -171,7 +183,8 @@ class DeviceLoader:
         """The epoch to set for the next pass: `for epoch in range(loader.next_epoch, epochs): ...`.
 
         0 at first; in front of a state in mid-epoch that epoch; after an epoch, or in front of a state at
-        its end, the one that follows. Only lists and map-style DataLoaders know that they are at an end.
+        its end, the one that follows. Lists, map-style DataLoaders and overlapkit's own sources know
+        their end.
         """
         epoch, position = self._current_epoch(), self._position
         if position is not None and position.epoch == epoch and self._source.over(position):
@@ -217,7 +230,8 @@ class DeviceLoader:
 
         Lane input: "source" (the reader asked the source), "wait" (exposed: the loop waited for a batch),
         "transform" (CPU). Lane transfer: "pack" (into the host buffer), "copy" or "copy pageable" (with
-        bytes), "transform", "wait" (exposed: the consumer's stream waited).
+        bytes), "transform", "wait" (exposed: the consumer's stream waited), "reuse" (exposed: the copy to the
+        fixed addresses).
         """
         return self._log.take()
 
@@ -229,24 +243,29 @@ class DeviceLoader:
 
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
-        epoch = self._current_epoch()
-        if resume is not None and resume.begun and self._source.replays and _differ(resume.epoch, epoch):
-            cursor = self._replay(resume, epoch)
-        else:
-            cursor = self._source.begin(resume)
-            cursor.position.epoch = epoch
-        mover = None
+        mover = empty = None
         if self._device.type == "cuda":
             mover = self._idle.pop() if self._idle else self._new_mover()
-        return Reader(cursor, mover, self._transform, self._log)
+            empty = mover.landing.empty
+        epoch = self._current_epoch()
+        try:
+            if resume is not None and resume.begun and self._source.replays and _differ(resume.epoch, epoch):
+                cursor = self._replay(resume, epoch, empty)
+            else:
+                cursor = self._source.begin(resume, empty)
+                cursor.position.epoch = epoch
+        except BaseException:
+            self._idle += [mover] if mover else []
+            raise
+        return Reader(cursor, mover, self._fixed, self._transform, self._log)
 
-    def _replay(self, resume: Position, epoch: int | None) -> Cursor:
+    def _replay(self, resume: Position, epoch: int | None, empty: Empty | None) -> Cursor:
         """Take up the state's epoch though another one is set: where it is over, generators go through it."""
         assert resume.epoch is not None
         assert epoch is not None
         self.set_epoch(resume.epoch)
         try:
-            cursor = self._source.begin(resume)
+            cursor = self._source.begin(resume, empty)
         finally:
             self.set_epoch(epoch)
         cursor.position.epoch = resume.epoch
@@ -283,7 +302,7 @@ def _differ(saved: int | None, now: int | None) -> bool:
     return saved is not None and now is not None and saved != now
 
 
-def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any) -> None:
+def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, drop_through: Any, uneven: Any) -> None:
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ValueError(f"depth={depth!r}: the number of batches read ahead is an integer of at least 1")
     if pin is not None and not isinstance(pin, bool):
@@ -294,5 +313,6 @@ def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any
         raise ValueError(
             f"uneven={uneven!r}: use 'error', 'drop' or 'join', or None where ranks are independent"
         )
-    if reuse_buffers:
-        raise NotImplementedError("reuse_buffers=True is not implemented yet: use False")
+    for name, value in {"reuse_buffers": reuse_buffers, "drop_through": drop_through}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: use True or False")

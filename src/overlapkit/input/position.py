@@ -38,6 +38,11 @@ class Position:
             "set: the rest of that epoch is left out. Start at the state's epoch to go on in it"
         )
 
+    @property
+    def noted(self) -> Any:
+        """The mark, worked out."""
+        return self.mark() if callable(self.mark) else self.mark
+
     def state_dict(self, kind: str) -> dict[str, Any]:
         """Plain values and uint8 tensors."""
         return {
@@ -46,7 +51,7 @@ class Position:
             "taken": self.taken,
             "epoch": self.epoch,
             "order": self.order,
-            "mark": self.mark() if callable(self.mark) else self.mark,
+            "mark": self.noted,
             "again": self.again,
         }
 

@@ -14,11 +14,12 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from overlapkit.input.generators import Generators, random_state
+from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
-from overlapkit.input.sources import Cursor, Source, known_length, random_state
+from overlapkit.input.sources import Cursor, Source, known_length
 
 _SEEKABLE: tuple[type, ...] = type(iter([])), type(iter(range(0)))
 """Iterators that can begin anywhere, as those of SequentialSampler and DistributedSampler can."""
@@ -46,10 +47,10 @@ class SkippingLoader(Source):
     def __init__(self, original: DataLoader[Any]) -> None:
         super().__init__(original)
         self.exclusive = original.persistent_workers
-        self._random = _Generators(self._find_generators())
+        self._random = Generators([original, *sampler_chain(original)])
         self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start an epoch in a new order, or in that of `resume` after the batches taken there.
 
         Raises:
@@ -98,11 +99,6 @@ class SkippingLoader(Source):
             self._kept = made
         return made
 
-    def _find_generators(self) -> list[torch.Generator]:
-        holders = [self.original, *sampler_chain(self.original)]
-        found = [value for holder in holders for value in vars(holder).values() if _is_generator(value)]
-        return list({id(generator): generator for generator in found}.values())
-
 
 def sampler_chain(loader: Any) -> list[Any]:
     """A loader's samplers and, in turn, those they draw from."""
@@ -126,29 +122,10 @@ def twin(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[Any]:
     return made
 
 
-class _Generators:
-    """The generators that a loader and its samplers own."""
-
-    def __init__(self, generators: list[torch.Generator]) -> None:
-        self._generators = generators
-
-    def save(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def restore(self, states: list[Any]) -> None:
-        if len(self._generators) != len(states):
-            raise RuntimeError(
-                f"state holds {len(states)} generator state(s), source has {len(self._generators)} "
-                "torch.Generator(s): build the source as it was when the state was saved"
-            )
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(torch.as_tensor(state, dtype=torch.uint8, device="cpu"))
-
-
 class _IndexBatches:
     """Stands in for a loader's (batch) sampler: its passes start in a given order, after `skip` batches."""
 
-    def __init__(self, sampler: Iterable[Any], random: _Generators) -> None:
+    def __init__(self, sampler: Iterable[Any], random: Generators) -> None:
         self._sampler = sampler
         self._random = random
         self.order: dict[str, Any] | None = None
@@ -180,7 +157,7 @@ class _Draws:
     """
 
     def __init__(
-        self, sampler: Iterable[Any], random: _Generators, replay: dict[str, Any] | None, skip: int
+        self, sampler: Iterable[Any], random: Generators, replay: dict[str, Any] | None, skip: int
     ) -> None:
         self._sampler = sampler
         self._random = random
@@ -208,11 +185,7 @@ class _Draws:
         """Skip, and draw the first batch: samplers that shuffle do it here, in the consumer's thread."""
         if self._batches is not None:
             return
-        if self.order is None:
-            self.order = {"generators": self._random.save(), "torch": torch.get_rng_state()}
-        else:
-            self._random.restore(self.order["generators"])
-            torch.set_rng_state(torch.as_tensor(self.order["torch"], dtype=torch.uint8, device="cpu"))
+        self.order = self._random.begin(self.order)
         self._batches, self._last_skipped, self._skipped = begin_after(self._sampler, self._skip)
         self._first.extend(islice(self._batches, 1))
 
@@ -300,7 +273,3 @@ def digest(index: Any) -> int | None:
 
 def _is_sampler(name: str, value: Any) -> bool:
     return isinstance(value, Sampler) or name in ("sampler", "batch_sampler")
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator)
