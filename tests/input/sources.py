@@ -1,9 +1,11 @@
 """Sources of every kind over the same numbers, for tests of order and resuming."""
 
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -17,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from overlapkit.input import ElasticSampler
+from overlapkit.input import ElasticSampler, SampleSeed
 
 
 class Numbers(Dataset[int]):
@@ -85,6 +87,26 @@ class ByEpoch(Sampler[list[int]]):
         order = [(i * 7 + self.epoch) % self.n for i in range(self.n)]
         for start in range(0, self.n, self.size):
             yield order[start : start + self.size]
+
+
+class Augmented(Dataset[Any]):
+    """Each sample with a number drawn for it from its own generator."""
+
+    def __init__(self, n: int, seed: int = 17) -> None:
+        self.n, self.seed = n, SampleSeed(seed)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand((), generator=self.seed.generator(index)).item()
+
+
+class Careless(Augmented):
+    """Each sample with numbers drawn for it from the global generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item(), random.random(), np.random.rand()
 
 
 def generator(seed: int = 5) -> torch.Generator:

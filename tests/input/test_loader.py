@@ -63,10 +63,12 @@ def test_the_source_s_attributes_are_forwarded() -> None:
     assert loader.device == torch.device("cpu")
 
 
-def test_what_the_source_lacks_is_lacking() -> None:
+@pytest.mark.parametrize("name", ["dataset", "sampler", "batch_sampler", "batch_size"])
+def test_what_the_source_lacks_is_lacking(name: str) -> None:
     loader = DeviceLoader(lambda: iter([1]), "cpu")
-    assert not hasattr(loader, "dataset")
-    assert not hasattr(loader, "batch_size")
+    assert not hasattr(loader, name)
+    with pytest.raises(AttributeError, match=f"source=function has no {name}"):
+        getattr(loader, name)
     with pytest.raises(TypeError, match="len"):
         len(loader)
     assert list(loader) == [1]  # list() asks for a length first

@@ -3,6 +3,7 @@
 from overlapkit.input.documents import PackedTokens
 from overlapkit.input.loader import DeviceLoader
 from overlapkit.input.mixture import Mixture
+from overlapkit.input.sample_seed import SampleSeed, SeededDataset
 from overlapkit.input.sampler import ElasticSampler
 from overlapkit.input.shard_writer import write_token_shards
 from overlapkit.input.targets import PackedInputs, inputs_and_targets
@@ -14,6 +15,8 @@ __all__ = [
     "Mixture",
     "PackedInputs",
     "PackedTokens",
+    "SampleSeed",
+    "SeededDataset",
     "TokenShards",
     "inputs_and_targets",
     "write_token_shards",

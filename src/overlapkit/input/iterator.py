@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from overlapkit.input.draws import DrawWatch
 from overlapkit.input.failed import Failed
 from overlapkit.input.position import Position
 from overlapkit.input.ranks import Ranks
@@ -41,6 +42,7 @@ class BatchIterator:
         depth: Pulls outstanding.
         device: Where batches go.
         log: Takes the consumer's waits.
+        watch: Looks on during the first of them.
         ranks: The other ranks, or None where what they do does not matter.
         on_taken: Called at each hand-over with the position, and whether the batch was a filler.
         on_closed: Called once with the reader, when its thread has ended.
@@ -57,6 +59,7 @@ class BatchIterator:
         depth: int,
         device: torch.device,
         log: SpanLog,
+        watch: DrawWatch,
         ranks: Ranks | None,
         on_taken: Callable[[Position, bool], None],
         on_closed: Callable[[Reader], None],
@@ -69,6 +72,7 @@ class BatchIterator:
         self._depth = depth
         self._device = device
         self._log = log
+        self._watch = watch
         self._ranks = ranks
         self._on_taken = on_taken
         self._on_closed = on_closed
@@ -89,8 +93,7 @@ class BatchIterator:
             )
         if self._closed:
             raise StopIteration
-        with self._log.host("input", "wait", exposed=True):
-            outcome = self._next_outcome()
+        outcome = self._next_outcome()
         if isinstance(outcome, Pulled):
             return self._hand_over(outcome)
         if isinstance(outcome, Filler):
@@ -134,35 +137,39 @@ class BatchIterator:
             self._submit()
 
     def _next_outcome(self) -> Outcome:
-        if not self._settled:
-            self._settle()
-        outcome = self._plan.decide(self._tickets[0])
+        front, outcome = self._tickets[0], self._wait()
+        while not self._settled:
+            self._settle(outcome)
+            if self._tickets[0] is not front:
+                front, outcome = self._tickets[0], self._wait()
+        outcome = self._plan.decide(outcome)
         self._tickets.popleft()
         if self._resumed and isinstance(outcome, Ended) and not isinstance(outcome, Filler):
             self._start_afresh()  # nothing was left of the epoch that the state stands in
             return self._next_outcome()
         return outcome
 
-    def _settle(self) -> None:
+    def _wait(self) -> Outcome:
+        with self._watch, self._log.host("input", "wait", exposed=True):
+            return self._tickets[0].wait()
+
+    def _settle(self, first: Outcome) -> None:
         """Find out which pass this is and how it goes on, before its first batch is handed over."""
-        first = self._tickets[0].wait()
         if self._resumed and self.position.epoch != self._epoch and not isinstance(first, Failed):
             if isinstance(first, Pulled):
                 warnings.warn(self.position.left_out(self._epoch, "batch"), stacklevel=4)
             self._start_afresh()
-            return self._settle()
-        if self._again and isinstance(first, Pulled):
+        elif self._again and isinstance(first, Pulled):
             self._again = False
             self._tickets.popleft()
             self._stand, self._last = replace(self.position, again=True), self._accept(first)
-            return self._settle()
-        if self._ranks is not None:
-            self._plan = self._settle_among(self._ranks, first)
-            self._tickets = deque(map(self._plan.follow, self._tickets))
-        if not self._plan.repeats:
-            self._last = None
-        self._settled = True
-        return None
+        else:
+            if self._ranks is not None:
+                self._plan = self._settle_among(self._ranks, first)
+                self._tickets = deque(map(self._plan.follow, self._tickets))
+            if not self._plan.repeats:
+                self._last = None
+            self._settled = True
 
     def _settle_among(self, ranks: Ranks, first: Outcome) -> Plan:
         if self._number is None:
@@ -171,13 +178,10 @@ class BatchIterator:
             ranks.fail(self._number, first.error)
             return Plan()
         left, before = self._reader.cursor.left, self._handed_out
+        left = None if left is None else left - before
         try:
-            return ranks.settle(
-                self._number,
-                None if left is None else left - before,
-                resumed=self._resumed,
-                spare=before > 0,
-            )
+            with self._log.host("input", "agree", exposed=True):
+                return ranks.settle(self._number, left, resumed=self._resumed, spare=before > 0)
         except Exception as error:
             self._close_after(error)
             raise

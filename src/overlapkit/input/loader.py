@@ -9,12 +9,14 @@ import torch
 
 from overlapkit.device import as_device, rank_and_world
 from overlapkit.input.detect import open_source
+from overlapkit.input.draws import DrawWatch
 from overlapkit.input.fixed import FixedMemory
 from overlapkit.input.iterator import BatchIterator
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
 from overlapkit.input.ranks import Ranks
 from overlapkit.input.reader import Reader
+from overlapkit.input.sample_seed import epoch_holders
 from overlapkit.input.skipping import sampler_chain
 from overlapkit.input.sources import Cursor
 from overlapkit.input.transfer import Mover
@@ -110,6 +112,7 @@ class DeviceLoader:
         self._log = SpanLog()
         self._ranks = Ranks(uneven) if uneven is not None and world > 1 else None
         self._filler = False
+        self._watch = DrawWatch()
         self._fixed = FixedMemory(self._device, self._log) if reuse_buffers else None
         self._idle: list[Mover] = []
         self._live: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
@@ -135,6 +138,7 @@ class DeviceLoader:
             self._depth,
             self._device,
             self._log,
+            self._watch,
             self._ranks,
             self._take_note,
             self._take_back,
@@ -156,22 +160,22 @@ class DeviceLoader:
     @property
     def dataset(self) -> Any:
         """The source's dataset."""
-        return self._source.original.dataset
+        return self._forward("dataset")
 
     @property
     def sampler(self) -> Any:
         """The source's sampler."""
-        return self._source.original.sampler
+        return self._forward("sampler")
 
     @property
     def batch_sampler(self) -> Any:
         """The source's batch sampler."""
-        return self._source.original.batch_sampler
+        return self._forward("batch_sampler")
 
     @property
     def batch_size(self) -> Any:
         """The source's batch size."""
-        return self._source.original.batch_size
+        return self._forward("batch_size")
 
     @property
     def filler(self) -> bool:
@@ -241,6 +245,13 @@ class DeviceLoader:
             iterator.close()
         self._idle.clear()
 
+    def _forward(self, name: str) -> Any:
+        try:
+            return getattr(self._source.original, name)
+        except AttributeError as error:
+            kind = type(self._source.original).__name__
+            raise AttributeError(f"source={kind} has no {name} that could be forwarded") from error
+
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
         mover = empty = None
@@ -293,7 +304,7 @@ class DeviceLoader:
         source = self._source.original
         if callable(getattr(source, "set_epoch", None)):
             return [source]
-        candidates = [*sampler_chain(source), getattr(source, "dataset", None)]
+        candidates = [*sampler_chain(source), *epoch_holders(getattr(source, "dataset", None))]
         return [holder for holder in candidates if callable(getattr(holder, "set_epoch", None))]
 
 

@@ -74,22 +74,20 @@ class ElasticSampler(DistributedSampler[int]):
         self.order = Order(size, self.rank, self.num_replicas, seed, shuffle, drop_last)
         self.num_samples = self.order.share(0)
         self.total_size = self.num_samples * self.num_replicas
-        self._epoch = 0
-        self._start: int | None = 0  # where the next pass begins, if that was told
-        self._set = False  # by set_epoch
+        self._next = _Next(0, 0, False)
         self._latest = Pass(0, 0, 0)
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
         """The epoch of the latest pass, or of the next one where it was set."""
-        return self._epoch
+        return self._next.epoch
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples of the epoch, or what a loaded state left of it.
+        """This rank's samples of the epoch that is set now, or what a loaded state left of it.
 
-        Nothing happens before the first is asked for: a DataLoader makes iterators that it never asks.
+        The pass begins when the first is asked for: a DataLoader makes iterators that it never asks.
         """
-        return chain.from_iterable(self._blocks())
+        return chain.from_iterable(self._blocks(self._next))
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch, equally many on every rank."""
@@ -102,15 +100,14 @@ class ElasticSampler(DistributedSampler[int]):
         """
         if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
-        if epoch != self._epoch or self._start is None:
-            self._epoch, self._start = epoch, 0
-        self._set = True
+        start = self._next.start if epoch == self._next.epoch else 0
+        self._next = _Next(epoch, start or 0, True)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the latest iterator stands: plain values, the same on every rank."""
         here, latest = Progress(self.order), self._latest
-        here.epoch, here.position = self._epoch, self._start or 0
-        if self._start is None:
+        here.epoch, here.position = self._next.epoch, self._next.start or 0
+        if self._next.start is None:
             here.position = self.order.after(latest.position, latest.taken())
         return here.state_dict()
 
@@ -126,29 +123,50 @@ class ElasticSampler(DistributedSampler[int]):
         """
         there = Progress(self.order)
         there.load_state_dict(state)
-        over = self.order.share(there.position) == 0
-        if not (over and self._set and there.epoch != self._epoch):
-            self._epoch, self._start = there.epoch, there.position
+        told, over = self._next, self.order.share(there.position) == 0
+        if not (over and told.set and told.epoch != there.epoch):
+            self._next = _Next(there.epoch, there.position, told.set)
 
     def begin(self) -> "Pass":
-        """Begin a pass: what `state_dict` describes from now on."""
-        start = self._start or 0
-        if not self._set and self.order.share(start) == 0:
-            start = 0
-        self._latest = Pass(self._epoch, start, self.order.share(start))
-        self._start, self._set = None, False
-        return self._latest
+        """Begin the pass that was told: what `state_dict` describes from now on."""
+        return self._begin(self._next)
 
     def samples(self, one: "Pass") -> Iterator[int]:
         """The samples of a pass, from its beginning; `one` counts those that are given."""
-        return chain.from_iterable(self._blocks(one))
+        return chain.from_iterable(self._pass(one))
 
-    def _blocks(self, one: "Pass | None" = None) -> Iterator[Iterator[int]]:
-        one = one or self.begin()
+    def _begin(self, told: "_Next") -> "Pass":
+        start = told.start or 0
+        if not told.set and self.order.share(start) == 0:
+            start = 0
+        one = Pass(told.epoch, start, self.order.share(start))
+        if self._next is told:  # else another pass has been told since
+            self._next, self._latest = _Next(told.epoch, None, False), one
+        return one
+
+    def _blocks(self, told: "_Next") -> Iterator[Iterator[int]]:
+        yield from self._pass(self._begin(told))
+
+    def _pass(self, one: "Pass") -> Iterator[Iterator[int]]:
         for start in range(0, one.share, BLOCK):
             one.until = min(one.share, start + BLOCK)
             one.block = iter(self.order.samples(one.epoch, one.position, start, one.until).tolist())
             yield one.block
+
+
+@dataclass(frozen=True)
+class _Next:
+    """Where the next pass begins.
+
+    Attributes:
+        epoch: Its epoch.
+        start: Its position there, or None where nothing was told: a whole epoch.
+        set: The epoch was set, and not only found in a state or passed through.
+    """
+
+    epoch: int
+    start: int | None
+    set: bool
 
 
 @dataclass

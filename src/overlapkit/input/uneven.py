@@ -39,9 +39,9 @@ class Plan:
         """What the consumer is to wait for instead of a pull."""
         return pull
 
-    def decide(self, ticket: Ticket[Outcome]) -> Outcome:
-        """What comes next for the consumer; waits for `ticket` where that depends on it."""
-        return ticket.wait()
+    def decide(self, outcome: Outcome) -> Outcome:
+        """What comes next for the consumer where this came of the ticket in front."""
+        return outcome
 
     def close(self, *, wait: bool) -> None:
         """Let go of the pass."""
@@ -62,11 +62,10 @@ class Counted(Plan):
         self._given = 0  # by the source
         self._count = 0  # handed over
 
-    def decide(self, ticket: Ticket[Outcome]) -> Outcome:
-        """A batch of the source's, or what stands for it."""
+    def decide(self, outcome: Outcome) -> Outcome:
+        """The source's batch, or what stands for it."""
         if self._count == self._limit < self._left:
             return Cut(f"this rank leaves out {self._left - self._limit} of {self._left} batches")
-        outcome = ticket.wait()
         if isinstance(outcome, Failed):
             return outcome
         if isinstance(outcome, Pulled) != (self._given < self._left):
