@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
-from overlapkit.input import DeviceLoader, ElasticSampler
+from overlapkit.input import DeviceLoader, ElasticSampler, Mixture, TokenShards
 from overlapkit.input.agreement import Agreed
 from overlapkit.input.uneven import Counted
 from overlapkit.lane import Lane
 from overlapkit.quorum import RankFailed, await_keys
 from tests.input.sources import Numbers, StatefulStream, in_order, plain, shuffled
+from tests.input.token_sets import write_set
 from tests.ranks import run_ranks
 
 Step = tuple[Any, bool]
@@ -230,6 +232,36 @@ def test_a_pass_of_known_length_costs_its_begin_and_nothing_a_batch() -> None:
         return calls[0], calls[1], plan.__name__
 
     assert run_ranks(2, run) == [(0, 0, Counted.__name__)] * 2
+
+
+def test_sources_of_ours_know_how_many_batches_they_have(tmp_path: Path) -> None:
+    write_set(tmp_path, [200])
+
+    def build(name: str) -> Any:
+        tokens = TokenShards(tmp_path, 4, 3)
+        if name == "mixture":
+            return Mixture({"only": tokens}, {"only": 1.0})
+        sampler = ElasticSampler(40)
+        return tokens if name == "tokens" else DataLoader(Numbers(40), 3, sampler=sampler)
+
+    def run(rank: int) -> None:
+        for name, batches in [("tokens", 8), ("mixture", 0), ("sampler", 7)]:
+            loader, other = DeviceLoader(build(name), "cpu"), DeviceLoader(build(name), "cpu")
+            passing = iter(loader)
+            for _ in range(3):
+                next(passing)
+            other.load_state_dict(loader.state_dict())
+            resumed = iter(other)
+            next(resumed)
+            assert isinstance(passing._plan, Counted)
+            assert isinstance(resumed._plan, Counted)
+            if batches:
+                assert (passing._plan._left, resumed._plan._left) == (batches, batches - 3)
+                assert (len(list(passing)), len(list(resumed))) == (batches - 3, batches - 4)
+            loader.close()
+            other.close()
+
+    run_ranks(2, run)
 
 
 def test_one_process_and_independent_ranks_exchange_nothing() -> None:

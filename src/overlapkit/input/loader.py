@@ -233,9 +233,9 @@ class DeviceLoader:
         """The spans finished since the last call.
 
         Lane input: "source" (the reader asked the source), "wait" (exposed: the loop waited for a batch),
-        "transform" (CPU). Lane transfer: "pack" (into the host buffer), "copy" or "copy pageable" (with
-        bytes), "transform", "wait" (exposed: the consumer's stream waited), "reuse" (exposed: the copy to the
-        fixed addresses).
+        "agree" (exposed: it waited for other ranks to begin the pass), "transform" (CPU). Lane transfer:
+        "pack" (into the host buffer), "copy" or "copy pageable" (with bytes), "transform", "wait" (exposed:
+        the consumer's stream waited), "reuse" (exposed: the copy to the fixed addresses).
         """
         return self._log.take()
 

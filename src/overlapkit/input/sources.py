@@ -168,7 +168,11 @@ class Listed(Source):
 
 
 class Stateful(Source):
-    """A source with state_dict and load_state_dict of its own, such as StatefulDataLoader."""
+    """A source with state_dict and load_state_dict of its own, such as StatefulDataLoader.
+
+    It may know more, and say so by attributes: `batches_left`, those of the pass that was begun last;
+    `is_over(state)`, whether the state's epoch has none left; `state_later()`, see `snapshot`.
+    """
 
     kind = "stateful"
     exclusive = True  # its state is that of its latest iterator
