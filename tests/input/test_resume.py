@@ -112,7 +112,7 @@ def test_stops_within_an_epoch_twice_and_at_its_end(kind: str, lives: list[int])
 
 
 @pytest.mark.parametrize(
-    "kind", ["shuffled", "own generator", "distributed", "stateful loader", "stateful stream"]
+    "kind", ["shuffled", "own generator", "distributed", "elastic", "stateful loader", "stateful stream"]
 )
 @pytest.mark.parametrize(
     "options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str

@@ -16,10 +16,10 @@ def check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, drop_through
         raise ValueError(f"pin={pin!r}: use True, False, or None to page-lock where the device is a GPU")
     if transform is not None and not callable(transform):
         raise TypeError(f"transform={transform!r} is not callable: give a function of one batch, or None")
-    if uneven not in ("error", "drop", "join"):
-        raise ValueError(f"uneven={uneven!r}: use 'error' (or, later, 'drop' or 'join')")
-    if uneven != "error":
-        raise NotImplementedError(f"uneven={uneven!r} is not implemented yet: use 'error' and even ranks")
+    if uneven not in ("error", "drop", "join", None):
+        raise ValueError(
+            f"uneven={uneven!r}: use 'error', 'drop' or 'join', or None where ranks are independent"
+        )
     for name, value in {"reuse_buffers": reuse_buffers, "drop_through": drop_through}.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r}: use True or False")

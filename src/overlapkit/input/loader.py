@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,9 +16,11 @@ from overlapkit.input.fixed import FixedMemory
 from overlapkit.input.iterator import BatchIterator
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
+from overlapkit.input.ranks import Ranks
 from overlapkit.input.reader import Reader
 from overlapkit.input.sources import Cursor
 from overlapkit.input.transfer import Mover
+from overlapkit.input.uneven import Uneven
 from overlapkit.span import Span, SpanLog
 
 
@@ -48,6 +50,13 @@ class DeviceLoader:
     bitwise only where it does not draw from global generators, which the reader's thread (and on a GPU
     `transform`) shares with the training loop: see SampleSeed. A source that does so is told, once.
 
+    Among several ranks a pass begins on all of them together, unless uneven is None. Where each knows how
+    many batches it has (a list, a map-style DataLoader, or a source with a state and with `batches_left`,
+    which counts those of the pass that its `iter()` began), they say so once, through the job's store, and
+    nothing is exchanged for a batch. Elsewhere a lane beside the reader agrees on each batch, in about four
+    calls to the store and as far ahead as batches are read. No rank waits longer than half of the process
+    group's timeout: then it raises, and names the rank that did not come. One process exchanges nothing.
+
     Args:
         source: A re-iterable of batches: DataLoader, StatefulDataLoader, torchdata.nodes.Loader,
             TokenShards, Mixture, a list, a function that returns a fresh iterator for each epoch, or an
@@ -68,13 +77,15 @@ class DeviceLoader:
         drop_through: Let a source without a state be taken up in mid-epoch all the same: its epoch begins
             again, with its generators and torch's as they were, and what was taken is read and dropped. (What
             persistent workers had kept from earlier epochs does not come back.)
-        uneven: What to do where ranks have different numbers of batches. "error" promises that they do
-            not: nothing is exchanged between ranks to verify it, each hands over what its source has, and
-            a difference ends in a collective's timeout. "drop" and "join" are not implemented yet.
+        uneven: What to do where ranks have different numbers of batches in a pass: "error" raises on all,
+            "drop" ends the pass on all with the shortest, "join" hands a rank's last batch over again until
+            the longest is done (`filler` is True then: multiply the loss by 0). None lets ranks be
+            independent, and is for a loader that not every rank iterates, and equally often.
 
     Raises:
         TypeError: `source` is no re-iterable of batches.
-        ValueError: `source` is empty, or an argument is out of range.
+        ValueError: `source` is empty, or an argument is out of range. From a pass: ranks are uneven.
+        RankFailed: From a pass: another rank failed, or did not come in time.
         RuntimeError: WORLD_SIZE is set but there is no process group: every rank would read the same.
     """
 
@@ -88,10 +99,10 @@ class DeviceLoader:
         reuse_buffers: bool = False,
         transform: Callable[[Any], Any] | None = None,
         drop_through: bool = False,
-        uneven: Literal["error", "drop", "join"] = "error",
+        uneven: Uneven | None = "error",
     ) -> None:
         check(depth, pin, reuse_buffers, transform, drop_through, uneven)
-        rank_and_world()
+        _, world = rank_and_world()
         self._source = open_source(source, drop_through)
         self._device = as_device(device)
         on_gpu = self._device.type == "cuda"
@@ -103,6 +114,8 @@ class DeviceLoader:
         self._pin = on_gpu if pin is None else pin
         self._transform = transform
         self._log = SpanLog()
+        self._ranks = Ranks(uneven) if uneven is not None and world > 1 else None
+        self._filler = False
         self._watch = DrawWatch()
         self._fixed = FixedMemory(self._device, self._log) if reuse_buffers else None
         self._idle: list[Mover] = []
@@ -130,6 +143,7 @@ class DeviceLoader:
             self._device,
             self._log,
             self._watch,
+            self._ranks,
             self._take_note,
             self._take_back,
         )
@@ -166,6 +180,11 @@ class DeviceLoader:
     def batch_size(self) -> Any:
         """The source's batch size."""
         return self._forward("batch_size")
+
+    @property
+    def filler(self) -> bool:
+        """Whether the batch handed over last has been handed over before: with uneven="join" at an end."""
+        return self._filler
 
     @property
     def next_epoch(self) -> int:
@@ -218,9 +237,10 @@ class DeviceLoader:
         """The spans finished since the last call.
 
         Lane input: "source" (the reader asked the source), "drop" (it read what had been taken), "wait"
-        (exposed: the loop waited for a batch), "transform" (CPU). Lane transfer: "pack" (into the host
-        buffer), "copy" or "copy pageable" (with bytes), "transform", "wait" (exposed: the loop's stream
-        waited), "reuse" (exposed: the copy to the fixed addresses).
+        (exposed: the loop waited for a batch), "agree" (exposed: it waited for other ranks to begin the
+        pass), "transform" (CPU). Lane transfer: "pack" (into the host buffer), "copy" or "copy pageable"
+        (with bytes), "transform", "wait" (exposed: the loop's stream waited), "reuse" (exposed: the copy to
+        the fixed addresses).
         """
         return self._log.take()
 
@@ -245,7 +265,7 @@ class DeviceLoader:
             empty = mover.landing.empty
         epoch = self._current_epoch()
         try:
-            if resume is not None and resume.taken and self._source.replays and _differ(resume.epoch, epoch):
+            if resume is not None and resume.begun and self._source.replays and _differ(resume.epoch, epoch):
                 cursor = self._replay(resume, epoch, empty)
             else:
                 cursor = self._source.begin(resume, empty)
@@ -270,8 +290,8 @@ class DeviceLoader:
     def _new_mover(self) -> Mover:
         return Mover(self._device, self._depth + 1, self._pin, self._transform, self._log)
 
-    def _take_note(self, position: Position) -> None:
-        self._position = position
+    def _take_note(self, position: Position, filler: bool) -> None:
+        self._position, self._filler = position, filler
 
     def _take_back(self, reader: Reader) -> None:
         """Keep what a finished pass moved its batches with: streams and page-locked memory are dear."""
