@@ -140,8 +140,8 @@ def eval_loader(
         std: As for `train_loader`.
         dtype: As for `train_loader`.
         layout: As for `train_loader`.
-        on_error: "raise" names files that cannot be read or decoded; "skip" leaves their places black and
-            labelled -100, and notes them in `skipped`.
+        on_error: "raise" names files that cannot be read or decoded; "skip" lets the next file in the
+            list that can be take their place, labelled -100, and notes them in `skipped`.
         threads: As for `train_loader`.
         prefetch: As for `train_loader`.
 
