@@ -80,7 +80,7 @@ class OneByOne:
     def _decode(self, job: Job) -> torch.Tensor | None:
         """The image of a batch of one, or None where it cannot be decoded."""
         path = self._recipe.files.paths[job.samples[0]]
-        if _unreadable(path):
+        if not _readable(path):
             return None
         if self._engine is None:
             self._engine = Engine(self._recipe, batch_size=1, threads=1, ahead=1)
@@ -98,19 +98,24 @@ class OneByOne:
 
 def describe(path: str) -> str:
     """A file that DALI cannot decode, and what is wrong with it, as far as a look at it tells."""
-    return f"{path!r} ({_unreadable(path) or 'no image that DALI decodes, or a damaged one'})"
+    try:
+        with open(path, "rb") as file:
+            reason = "no image that DALI decodes, or a damaged one" if file.read(1) else "empty"
+    except OSError as error:
+        reason = error.strerror or repr(error)
+    return f"{path!r} ({reason})"
 
 
-def _unreadable(path: str) -> str:
-    """Why a file cannot be read; "" where it can.
+def _readable(path: str) -> bool:
+    """Whether there is anything in a file.
 
     Raises:
         OSError: It is the process that can open no more files, or the machine that is short of memory.
     """
     try:
         with open(path, "rb") as file:
-            return "" if file.read(1) else "empty"
+            return bool(file.read(1))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
-        return error.strerror or repr(error)
+        return False

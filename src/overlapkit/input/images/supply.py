@@ -105,7 +105,8 @@ class Supply:
             try:
                 self._engine.push(job)
             except Exception as error:
-                return self._suspect(error)
+                self._suspect(error)
+                return
 
     def _suspect(self, failure: Exception) -> None:
         """One of the batches under way is damaged; DALI does not say which."""
