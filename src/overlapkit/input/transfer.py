@@ -74,7 +74,14 @@ class Arrival:
 
     def transform(self, transform: Transform) -> None:
         """Apply it, on the current stream, for a consumer on another."""
-        self.made = _apply(transform, self._moved, self._stream, self._log)
+        side = torch.cuda.current_stream(self._stream.device)
+        try:
+            with self._log.stream("transfer", "transform", side):
+                self.made = transform(self._moved)
+        except BaseException as error:
+            self.made = Failed(error)  # a value, so that the ticket orders streams all the same
+        else:
+            _also_used_on(self._stream, self.made)
 
     def __del__(self) -> None:
         if self.ticket is not None and not sys.is_finalizing():
@@ -178,18 +185,6 @@ class Mover:
         except (TypeError, ValueError):
             return pinned.to(self._device)
         return pinned.to(self._device, non_blocking=True)
-
-
-def _apply(transform: Transform, moved: Any, consumer: torch.cuda.Stream, log: SpanLog) -> Any:
-    """Its result or its error, whose traceback must not refer to what holds it: not to the arrival."""
-    side = torch.cuda.current_stream(consumer.device)
-    try:
-        with log.stream("transfer", "transform", side):
-            made = transform(moved)
-    except BaseException as error:
-        return Failed(error)  # a value, so that the ticket orders streams all the same
-    _also_used_on(consumer, made)
-    return made
 
 
 def _also_used_on(stream: torch.cuda.Stream, batch: Any) -> None:
