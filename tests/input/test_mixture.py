@@ -31,7 +31,7 @@ Steps = list[tuple[int, Weights]]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A source of two windows goes round hundreds of times in one block of the usual size."""
-    monkeypatch.setattr("overlapkit.input.drawing.BLOCK", 50)
+    monkeypatch.setattr("overlapkit.input.drawing._OWN", 50)
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +231,8 @@ def test_an_older_pass_moves_nothing(folders: dict[str, Path]) -> None:
 def test_blocks_do_not_show(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rows(iter(build(folders, EVEN, 1, 3)), 40)
     for block, ranks in ((8192, 1 << 18), (1, 1), (2, 100), (9, 12), (30, 7)):
-        monkeypatch.setattr("overlapkit.input.drawing.BLOCK", block)
-        monkeypatch.setattr("overlapkit.input.drawing._ALL_RANKS", ranks)
+        monkeypatch.setattr("overlapkit.input.drawing._OWN", block)
+        monkeypatch.setattr("overlapkit.input.drawing._ALL", ranks)
         assert rows(iter(build(folders, EVEN, 1, 3)), 40) == whole
 
 

@@ -255,7 +255,7 @@ def test_blocks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write_set(tmp_path / "x", [500])
     whole = list(taken(TokenShards(tmp_path / "x", 1, 7, rank=1, world_size=2, drop_last=False)))
     for block in (1, 7, 8, 50):
-        monkeypatch.setattr("overlapkit.input.tokens.BLOCK", block)
+        monkeypatch.setattr("overlapkit.input.tokens._BLOCK", block)
         shards = TokenShards(tmp_path / "x", 1, 7, rank=1, world_size=2, drop_last=False)
         assert list(taken(shards)) == whole
 

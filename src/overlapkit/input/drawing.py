@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from overlapkit.input.documents import count_up
-from overlapkit.input.tokens import BLOCK, TokenShards
+from overlapkit.input.tokens import TokenShards
 from overlapkit.input.weights import Plan
 from overlapkit.input.windows import Batch, Places, fields, split
 
-_ALL_RANKS = 1 << 18
-"""Samples of all ranks that are drawn at once, unless one batch has more: some MB, some milliseconds."""
+_OWN, _ALL = 1 << 13, 1 << 18
+"""Samples that are drawn at once, of this rank and of all, unless one batch has more: some milliseconds."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ def draw(
     """
     order, batch_size = sources[0].order, sources[0].batch_size
     whole = batch_size * order.world
-    batches = max(1, min(BLOCK // batch_size, _ALL_RANKS // whole))
+    batches = max(1, min(_OWN // batch_size, _ALL // whole))
     every = plan.choose(seed, epoch, position, position + batches * whole)
     own = slice(order.rank, None, order.world)
     source, number = every[own], _earlier(every)[own]

