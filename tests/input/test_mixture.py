@@ -473,6 +473,31 @@ def test_a_state_that_lacks_something_is_refused(folders: dict[str, Path]) -> No
         mixture.load_state_dict(None)  # type: ignore[arg-type]
 
 
+def test_another_sequence_of_the_sources_is_refused(folders: dict[str, Path]) -> None:
+    """Counts and weights of a state stand in the sequence of its sources."""
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "drop_last": False}
+    web, code = (TokenShards(folders[name], WINDOW, 2, **options) for name in ("web", "code"))
+    weights = {"web": 1, "code": 2}
+    mixture = Mixture({"web": web, "code": code}, weights)
+    rows(iter(mixture), 3)
+    state = json.loads(json.dumps(mixture.state_dict()))
+    with pytest.raises(ValueError, match="state has sources="):
+        Mixture({"code": code, "web": web}, weights).load_state_dict(state)
+    again = Mixture({"web": web, "code": code}, {"code": 2, "web": 1})
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+
+
+def test_changes_far_ahead_leave_what_is_in_force(folders: dict[str, Path]) -> None:
+    mixture = build(folders, EVEN)
+    batches = iter(mixture)
+    got = rows(batches, 2)
+    for at in range(1, 1200):
+        mixture.set_weights(named([1, 1, at]), at=1000 + at)
+    assert mixture.weights == EVEN
+    assert got + rows(batches, 8) == list(islice(truth(folders, [(0, EVEN)]), 20))
+
+
 def test_another_source_under_the_same_name_is_refused(folders: dict[str, Path]) -> None:
     state = Mixture({"a": source(folders)}, {"a": 1}).state_dict()
     for other in (source(folders, seed=9), source(folders, shuffle=False), source(folders, window=4)):

@@ -39,7 +39,8 @@ class Mixture:
 
     Args:
         sources: TokenShards by name, alike in window, pack, dtype, batch size, rank and number of ranks. One
-            with less than a batch for each rank is opened with drop_last=False.
+            with less than a batch for each rank is opened with drop_last=False. Draws depend on their
+            sequence: a state loads only where it is the same.
         weights: One for each name, in any unit; or a schedule [(samples, weights), ...]: the weights from so
             many samples of all ranks on, in the first epoch, rising from 0. The last of them stay in force.
         seed: Of the draws, the same on every rank. The order within a source is by the source's own seed.
@@ -66,7 +67,7 @@ class Mixture:
         self.batch_size = self._sources[0].batch_size
         parts = self._sources[0].order
         self._order = Order(_ENDLESS, parts.rank, parts.world, seed, shuffle=True, drop_last=True)
-        self._identity = {"sources": {name: _digest(source) for name, source in sources.items()}}
+        self._identity = {"sources": [[name, _digest(source)] for name, source in sources.items()]}
         self._progress = Progress(self._order, identity=self._identity)
         self._counts = np.zeros(len(sources), dtype=np.int64)
         self._latest: _Pass | None = None
@@ -140,7 +141,7 @@ class Mixture:
                     f"at={at!r}: weights can change from sample {position} of this epoch on, where the next "
                     "batch begins"
                 )
-            self._plan.set((epoch, position if at is None else at), weights)
+            self._plan.set((epoch, position if at is None else at), weights, (epoch, position))
             if self._latest is not None:
                 self._latest.redraw()
 

@@ -14,7 +14,7 @@ Place = tuple[int, int]
 """An epoch, and how many samples of it all ranks together have taken."""
 
 _KEPT = 1000
-"""Changes that are remembered; nobody stands further behind the latest than what is read ahead."""
+"""Changes that are remembered behind a reader: no loop stands more of them back than it reads ahead."""
 
 
 class Plan:
@@ -59,12 +59,13 @@ class Plan:
         """The weights in force at a place."""
         return dict(zip(self._names, self._weights[self._index(place)], strict=True))
 
-    def set(self, place: Place, weights: Weights) -> None:
-        """Let these be in force from a place on, instead of what was to come."""
+    def set(self, place: Place, weights: Weights, reached: Place) -> None:
+        """From a place on let these be in force, not what was to come; `reached` is where a reader is."""
         checked = self._checked(weights)
         kept = bisect_left(self._places, place)
         self._places[kept:], self._weights[kept:] = [place], [checked]
-        del self._places[:-_KEPT], self._weights[:-_KEPT]
+        past = max(0, self._index(reached) - _KEPT)
+        del self._places[:past], self._weights[:past]
 
     def choose(self, seed: int, epoch: int, start: int, stop: int) -> np.ndarray:
         """The number of the source that each sample from `start` to `stop` of an epoch comes from, int64."""
