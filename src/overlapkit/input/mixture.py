@@ -83,6 +83,8 @@ class Mixture:
         Args:
             empty: Called with a shape and a dtype, within the `next()` that makes the batch.
         """
+        for source in self._sources:
+            source.windows.check()
         with self._lock:
             self._progress.begin()
             self._start_anew()

@@ -46,7 +46,8 @@ class TokenShards:
     Args:
         directory: What `write_token_shards` wrote, or any safetensors files with a one-dimensional tensor
             `tokens`, uint16 or uint32. All are checked here, before any token is read. They must not be
-            changed while they are used.
+            changed while they are used: each pass begins with a look at sizes and times of change, but a
+            file that is cut short within a pass reads as zeros, or ends the process with SIGBUS.
         window: T, inputs in a window.
         batch_size: B, windows in a batch of one rank.
         seed: Of the order; the same on every rank.
@@ -65,7 +66,7 @@ class TokenShards:
 
     Raises:
         ValueError: An argument is out of range, the directory or a file of it is not sound, or it holds
-            no batch for each rank.
+            no batch for each rank. From `iter()`: a file was changed since.
         RuntimeError: WORLD_SIZE is set but there is no process group: every rank would read the same.
     """
 
@@ -85,7 +86,8 @@ class TokenShards:
         _check(window, batch_size, seed, shuffle, drop_last, pack)
         rank, world_size = _ranks(rank, world_size)
         self.batch_size = batch_size
-        self.windows = Windows(find_shards(directory), window, pack == "documents")
+        documents = pack == "documents"
+        self.windows = Windows(find_shards(directory, documents), window, documents)
         self.order = Order(self.windows.count, rank, world_size, seed, shuffle, drop_last)
         if self.windows.count < (batch_size * world_size if drop_last else 1):
             raise ValueError(
@@ -93,7 +95,8 @@ class TokenShards:
                 f"makes no batch of batch_size={batch_size} for each of {world_size} ranks. Lower these"
             )
         least = batch_size if drop_last else 1
-        identity = {"window": window, "shards": self.windows.digest}
+        dtype = str(self.windows.dtype).removeprefix("torch.")
+        identity = {"window": window, "dtype": dtype, "shards": self.windows.digest}
         self._progress = Progress(self.order, least, identity)
         self._passes = 0  # number of the latest one
 
@@ -151,6 +154,7 @@ class TokenShards:
         return share - share % self.batch_size if self.order.drop_last else share
 
     def _begin(self, empty: Empty, group: int) -> Iterator[Batch]:
+        self.windows.check()
         share = self._progress.begin()
         self._passes += 1
         begin = self._progress.epoch, self._progress.position
