@@ -31,7 +31,8 @@ from tests.input.token_sets import documents, load_set, write_set
 def test_any_documents_come_back(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], shard_tokens: int, dtype: Any
 ) -> None:
-    folder = write_set(tmp_path_factory.mktemp("set") / "x", lengths, shard_tokens, dtype=dtype)
+    limit: Any = np.int64(shard_tokens)  # as good as an int
+    folder = write_set(tmp_path_factory.mktemp("set") / "x", lengths, limit, dtype=dtype)
     found = []
     shards = load_set(folder)
     for shard in shards:
@@ -110,6 +111,7 @@ def test_a_document_that_cannot_be_stored_is_named(tmp_path: Path, document: Any
         ({"dtype": np.uint16}, ValueError, "dtype="),
         ({"shard_tokens": 0}, ValueError, "shard_tokens=0"),
         ({"shard_tokens": True}, ValueError, "shard_tokens=True"),
+        ({"shard_tokens": 5.0}, ValueError, "shard_tokens=5.0"),
         ({"progress": "yes"}, ValueError, "progress='yes'"),
         ({"token_arrays": 3}, TypeError, "token_arrays=3"),
         ({"token_arrays": "text"}, TypeError, "token_arrays='text'"),

@@ -289,6 +289,15 @@ def test_a_state_of_a_longer_set_is_refused(tmp_path: Path) -> None:
             other.load_state_dict(states[0].state_dict())
 
 
+def test_numpy_s_integers_are_integers(folder: Path) -> None:
+    six, two, seed, rank, world = (np.int64(value) for value in (6, 2, 3, 1, 2))
+    options: dict[str, Any] = {"seed": seed, "rank": rank, "world_size": world}
+    one = TokenShards(folder, six, two, **options)  # type: ignore[arg-type]
+    plain = TokenShards(folder, 6, 2, seed=3, rank=1, world_size=2)
+    assert list(taken(one)) == list(taken(plain))
+    assert json.dumps(one.state_dict()) == json.dumps(plain.state_dict())
+
+
 def test_a_state_of_another_dtype_is_refused(tmp_path: Path) -> None:
     states = [
         TokenShards(write_set(tmp_path / dtype, [20], dtype=dtype), 3, 2, rank=0, world_size=1)

@@ -126,6 +126,14 @@ def test_what_is_in_force_or_to_come_is_never_forgotten() -> None:
     assert [plan.at(place)["a"] for place in ((0, 2998), (0, 2999), (1, 0))] == [2999, 7, 8]
 
 
+def test_numbers_of_numpy() -> None:
+    given = {"a": np.float32(0.5), "b": np.int64(2), "c": np.float16(0)}
+    assert Plan(NAMES, [(np.int64(0), given)]).state((0, 0)) == [[0, 0, 0.5, 2.0, 0.0]]  # type: ignore[list-item]
+    for weight in (np.float32("nan"), np.float32("inf"), np.float32(-1), np.True_):
+        with pytest.raises(ValueError, match=r"weights\['a'\]=.*: a weight is a finite number"):
+            Plan(NAMES, {**given, "a": weight})
+
+
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
@@ -150,6 +158,7 @@ def test_what_is_in_force_or_to_come_is_never_forgotten() -> None:
         ([(1, {"a": 1, "b": 1, "c": 1})], ValueError, "a schedule is"),
         ([(0, {"a": 1, "b": 1, "c": 1})] * 2, ValueError, "rising"),
         ([(0, {"a": 1, "b": 1, "c": 1}), (2.5, {"a": 1, "b": 1, "c": 1})], ValueError, "rising"),
+        ([(False, {"a": 1, "b": 1, "c": 1})], ValueError, "rising"),
         ([(0, {"a": 1, "b": 1, "c": 1}), (5, {"a": 1})], ValueError, "weights are of 'a'"),
     ],
     ids=str,
@@ -174,6 +183,9 @@ def test_weights_that_are_none(weights: Any, error: type[Exception], message: st
         [[0, 0, 1.0, 1.0, -1.0]],
         [[0, 0, 0, 0, 0]],
         [["x", 0, 1, 1, 1]],
+        [["0", 0, 1, 1, 1]],
+        [[0, 0.0, 1, 1, 1]],
+        [[False, 0, 1, 1, 1]],
         [3],
         [[0, 5, 1, 1, 1], [0, 0, 1, 1, 1]],
     ],

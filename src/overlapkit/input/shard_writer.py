@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from overlapkit.input.integers import is_integer
 from overlapkit.input.shards import FORMAT, FORMAT_KEY, shard_name
 
 _OWN = re.compile(r"\d+|tokens-\d{5,}-of-\d{5,}\.safetensors")
@@ -57,7 +58,7 @@ def write_token_shards(
     """
     if dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype={dtype!r}: use 'uint16', or 'uint32' for more than 65,536 different tokens")
-    if not isinstance(shard_tokens, int) or isinstance(shard_tokens, bool) or shard_tokens < 1:
+    if not is_integer(shard_tokens) or shard_tokens < 1:
         raise ValueError(f"shard_tokens={shard_tokens!r}: it is an integer of at least 1")
     if progress not in (None, True, False):
         raise ValueError(f"progress={progress!r}: use True, False, or None to show a bar on a terminal")
