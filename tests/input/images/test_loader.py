@@ -291,6 +291,7 @@ def test_a_forgotten_loader_ends_its_threads(make, photos):
 
 
 def open_things() -> list[int]:
+    gc.collect()  # cycles, and what earlier tests left
     return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
 
 
