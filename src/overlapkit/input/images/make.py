@@ -12,11 +12,12 @@ import torch
 from overlapkit.device import as_device, rank_and_world
 from overlapkit.extras import require
 from overlapkit.input.images.arguments import (
-    check_count,
+    as_count,
+    as_rank,
+    as_seed,
+    check_choice,
     check_crop,
-    check_order,
     check_output,
-    check_rank,
     per_channel,
 )
 from overlapkit.input.images.centre_crop import CentreCrop
@@ -25,6 +26,7 @@ from overlapkit.input.images.files import Files, find_files
 from overlapkit.input.images.loader import ImageLoader
 from overlapkit.input.images.random_crop import RandomCrop
 from overlapkit.input.images.schedule import Schedule
+from overlapkit.input.integers import is_integer
 from overlapkit.input.order import Order
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -101,8 +103,8 @@ def train_loader(
     """
     _require_dali()
     check_crop(scale, ratio, flip)
-    check_order(seed, drop_last)
-    check_count("size", size)
+    check_choice("drop_last", drop_last)
+    size, seed = as_count("size", size), as_seed(seed)
     crop = RandomCrop(size, scale, ratio, flip, seed)
     files = find_files(source, labels)
     recipe = _recipe(files, crop, device, dtype, layout, mean, std)
@@ -161,12 +163,12 @@ def eval_loader(
         ValueError: An argument is out of range.
     """
     _require_dali()
-    check_count("size", size)
+    size = as_count("size", size)
     short_side = round(size / 0.875) if short_side is None else short_side
-    if not isinstance(short_side, int) or short_side < size:
+    if not is_integer(short_side) or short_side < size:
         raise ValueError(f"short_side={short_side!r}: an integer of at least size={size}, or None")
     files = find_files(source, labels)
-    recipe = _recipe(files, CentreCrop(size, short_side), device, dtype, layout, mean, std)
+    recipe = _recipe(files, CentreCrop(size, int(short_side)), device, dtype, layout, mean, std)
     order = Order(len(files.paths), *_rank(rank, world_size), 0, False, False)
     return _loader(recipe, order, batch_size, threads, prefetch, on_error)
 
@@ -174,10 +176,8 @@ def eval_loader(
 def _loader(
     recipe: Recipe, order: Order, batch_size: int, threads: int | None, prefetch: int, on_error: str
 ) -> ImageLoader:
-    check_count("batch_size", batch_size)
-    check_count("prefetch", prefetch)
-    if threads is not None:
-        check_count("threads", threads)
+    batch_size, prefetch = as_count("batch_size", batch_size), as_count("prefetch", prefetch)
+    threads = _own_cores() if threads is None else as_count("threads", threads)
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error={on_error!r}: use 'raise' or 'skip'")
     schedule = Schedule(order, recipe.files.labels, recipe.crop, batch_size)
@@ -186,7 +186,7 @@ def _loader(
             f"batch_size={batch_size} on {order.world} rank(s): {order.size} files make no whole batch. Use "
             "a smaller batch_size, or drop_last=False"
         )
-    return ImageLoader(recipe, schedule, batch_size, threads or _own_cores(), prefetch, on_error == "skip")
+    return ImageLoader(recipe, schedule, batch_size, threads, prefetch, on_error == "skip")
 
 
 def _recipe(
@@ -206,11 +206,8 @@ def _recipe(
     return Recipe(files, crop, where, dtype, layout, of_mean, of_std)
 
 
-def _rank(rank: Any, world: Any) -> tuple[int, int]:
-    if rank is None and world is None:
-        return rank_and_world()
-    check_rank(rank, world)
-    return rank, world
+def _rank(rank: int | None, world: int | None) -> tuple[int, int]:
+    return rank_and_world() if rank is None and world is None else as_rank(rank, world)
 
 
 def _own_cores() -> int:
