@@ -24,7 +24,7 @@ _LEFTOVER = re.compile(r"\.(tmp|old|gone|run)-([0-9a-f]{12})(?:-(\d+)|\.lock)")
 
 
 def commit(
-    disk: Disk, temporary: Path, step: int, files: dict[str, dict[str, int]], about: dict[str, Any]
+    disk: Disk, temporary: Path, step: int, files: dict[str, dict[str, Any]], about: dict[str, Any]
 ) -> Path:
     """Make a checkpoint of a folder that all ranks have written to. Called by rank 0 only.
 

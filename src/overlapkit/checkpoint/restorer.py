@@ -13,6 +13,7 @@ from overlapkit.checkpoint.opening import check_step
 from overlapkit.checkpoint.quorum import Quorum, Report
 from overlapkit.checkpoint.reader import Catalog, read_boxes, room
 from overlapkit.checkpoint.stage import Stager
+from overlapkit.lane import Lane
 from overlapkit.pinned import PinnedBuffer
 
 
@@ -24,10 +25,11 @@ class Restorer:
         * A state is changed only after everything that it takes has been read and checked, on all ranks.
     """
 
-    def __init__(self, root: Path, quorum: Quorum, stager: Stager) -> None:
+    def __init__(self, root: Path, quorum: Quorum, stager: Stager, helper: Lane) -> None:
         self._root = root
         self._quorum = quorum
         self._stager = stager
+        self._helper = helper
         self._calls = itertools.count()
 
     def restore(
@@ -106,7 +108,8 @@ class Restorer:
             )
         nbytes = room(plan.wanted)
         loans.append(self._stager.borrow(nbytes))
-        return plan, read_boxes(plan.wanted, loans[0].bytes(nbytes)), catalog
+        memory, turn = loans[0].bytes(nbytes), self._quorum.rank / self._quorum.world
+        return plan, read_boxes(plan.wanted, memory, self._helper, turn), catalog
 
 
 def _apply(plan: Plan, values: Values, catalog: Catalog, *, rng_too: bool) -> None:
