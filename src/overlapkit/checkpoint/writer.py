@@ -74,7 +74,7 @@ def _write_tensors(
     data = memoryview(memory.numpy().data)
     sums: list[Any] = [None] * len(plan.blocks)
     with _File(disk, path) as file:
-        file.write(memoryview(plan.header), 0)
+        file.write_cached(memoryview(plan.header), 0)
 
         def write(start: int, stop: int, first: int, last: int) -> None:
             sums[first:last] = [checksum(data[a:b]) for a, b in plan.blocks[first:last]]
@@ -111,6 +111,10 @@ class _File:
                 # this file system, or this memory, is not made for it: through the cache then
             else:
                 view, offset = view[whole:], offset + whole
+        self.write_cached(view, offset)
+
+    def write_cached(self, view: memoryview, offset: int) -> None:
+        """Write bytes through the page cache, from and to any place."""
         if view.nbytes:
             self._disk.write_at(self._fd, view, offset)
 
