@@ -81,7 +81,7 @@ def manifest_bytes(step: int, files: dict[str, dict[str, Any]], world: int, metr
     """A manifest with its own checksum: crc32, so that version 1 can tell that it is sound."""
     inner = {"step": step, "world": world, "files": files, "metrics": metrics}
     document = {"format": FORMAT, "version": VERSION, "hash": ALGORITHM, "checkpoint": inner}
-    return json.dumps({"crc32": _checksum(document), **document}, indent=1).encode()
+    return json.dumps({"crc32": _checksum(document), **document}).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -111,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
     for name, file in found.files.items():
         if not _FILE.fullmatch(name):
             raise DamagedCheckpoint(f"{path}: names {name!r}, which is no file of a checkpoint")
-        size = _size(folder / name)
+        size = size_of(folder / name)
         if size != file["bytes"]:
             was = "missing" if size is None else f"{size} bytes long"
             raise DamagedCheckpoint(f"{folder / name}: {was}, where {file['bytes']} bytes were written")
@@ -124,7 +124,7 @@ def _checksum(document: Any) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _size(path: Path) -> int | None:
+def size_of(path: Path) -> int | None:
     """Length of a plain file; None for anything else. Symbolic links are not followed."""
     try:
         status = path.lstat()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from overlapkit.checkpoint.box import Box, is_dtensor, local_part
+from overlapkit.checkpoint.box import Box, first_replica, is_dtensor, local_part
 from overlapkit.checkpoint.codec import decode, encode, root, tensor_names
 from overlapkit.checkpoint.layout import (
     kind_of,
@@ -61,6 +61,19 @@ def make_plan(state: dict[str, Any], catalog: Catalog, only: tuple[str, ...] | N
     ):
         matcher.match(key)
     return plan
+
+
+def writers_of(state: dict[str, Any]) -> set[int]:
+    """The ranks that wrote what this one reads, if its modules are laid out as they were."""
+    writers = {0}
+    for item in state.values():
+        if isinstance(item, nn.Module):
+            inner = unwrap(item)
+            tensors = [*inner.parameters(), *inner.buffers()]
+            layouts = {(t.device_mesh, t.placements): t for t in tensors if is_dtensor(t)}
+            found = map(first_replica, layouts.values())
+            writers |= {rank for rank in found if rank is not None}
+    return writers
 
 
 class _Matcher:
@@ -164,11 +177,12 @@ class _Matcher:
     def _compare_groups(self, key: str, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
         here = [name for group in ours for name in group["params"]]
         there = [name for group in theirs for name in group["params"]]
+        ours_too, theirs_too = set(here), set(there)
         self.plan.problems += [
-            f"missing: parameter {name!r} of {key!r}" for name in here if name not in set(there)
+            f"missing: parameter {name!r} of {key!r}" for name in here if name not in theirs_too
         ]
         self.plan.problems += [
-            f"unexpected: parameter {name!r} of {key!r}" for name in there if name not in set(here)
+            f"unexpected: parameter {name!r} of {key!r}" for name in there if name not in ours_too
         ]
         same = [group["params"] for group in ours] == [group["params"] for group in theirs]
         if not same and sorted(here) == sorted(there):

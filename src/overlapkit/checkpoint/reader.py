@@ -7,7 +7,7 @@ broadcast, at the speed of memory; beyond, ranks begin at different places, so t
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,19 +66,32 @@ class Catalog:
             the checkpoint as read it, else rank 0's.
         rng: The generators' states of the rank with this number; None where there was no such rank.
         tensors: By name. Tensors that every rank has of its own are those of the same rank as `entries`.
+        whole: All parts were read: what is not here is not in the checkpoint.
+
+    Args:
+        manifest: The checkpoint's.
+        rank: Of the reader.
+        world: How many readers there are.
+        writers: Read only these ranks' parts, where that may do: where as many ranks read as wrote.
 
     Raises:
         DamagedCheckpoint: A part differs from what was written, or makes no sense.
     """
 
-    def __init__(self, manifest: Manifest, rank: int, world: int) -> None:
+    def __init__(
+        self, manifest: Manifest, rank: int, world: int, writers: Collection[int] | None = None
+    ) -> None:
         self.step = manifest.step
         self.world = manifest.world
         self.tensors: dict[str, Saved] = {}
         self.rng: Any = None
         mine = rank if world == manifest.world else 0
         aliases: dict[str, str] = {}
-        for number in range(manifest.world):
+        numbers: Collection[int] = range(manifest.world)
+        if writers is not None and world == manifest.world:
+            numbers = sorted({mine, *writers})
+        self.whole = len(numbers) == manifest.world
+        for number in numbers:
             part = manifest.part(number)
             path = manifest.folder / f"rank-{number:05d}.json"
             try:
@@ -94,7 +107,7 @@ class Catalog:
                     decode(self.rng, self.tensors.get)
             except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise DamagedCheckpoint(f"{path}: not a part ({type(error).__name__}: {error})") from error
-        for saved in self.tensors.values():
+        for saved in self.tensors.values() if self.whole else ():
             found, whole = sum(chunk.box.numel for chunk in saved.chunks), math.prod(saved.shape)
             if found != whole:
                 raise DamagedCheckpoint(
@@ -102,10 +115,20 @@ class Catalog:
                 )
         for name, first in aliases.items():
             if first not in self.tensors:
+                if not self.whole:
+                    continue
                 raise DamagedCheckpoint(
                     f"{manifest.folder}: {name!r} shares the data of {first!r}, which is missing"
                 )
             self.tensors[name] = self.tensors[first]
+
+    def covers(self, wanted: "Wanted") -> bool:
+        """Whether all that is wanted is in the parts that were read."""
+        for saved, box in wanted.values():
+            boxes = (chunk.box if chunk.box == box else box.meet(chunk.box) for chunk in saved.chunks)
+            if box.numel and sum(both.numel for both in boxes if both is not None) != box.numel:
+                return False
+        return True
 
     def _merge(self, saved: Saved, path: Path) -> None:
         known = self.tensors.setdefault(saved.name, saved)
