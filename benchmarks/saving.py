@@ -14,7 +14,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -42,6 +43,7 @@ class Setting:
         step_s: Seconds of a step without a save.
         saves: How many saves are measured.
         folder: Where to.
+        device: Where the tensors are, and where the steps compute.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Setting:
     step_s: float
     saves: int
     folder: Path
+    device: str
 
 
 def sample(setting: Setting, name: str) -> dict[str, float]:
@@ -75,29 +78,31 @@ def build(setting: Setting) -> dict[str, Any]:
     numel = setting.nbytes // 4 // count // (3 if small else 1)
     layers = [nn.Module() for _ in range(count)]
     for place, layer in enumerate(layers):
-        layer.weight = nn.Parameter(torch.full((max(setting.ranks, numel),), place + 0.5))
+        value = torch.full((max(setting.ranks, numel),), place + 0.5, device=setting.device)
+        layer.weight = nn.Parameter(value)
     model = nn.Sequential(*layers)
     if setting.ranks > 1:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model, mesh=init_device_mesh("cpu", (setting.ranks,)))
+        fully_shard(model, mesh=init_device_mesh(torch.device(setting.device).type, (setting.ranks,)))
     parameters = list(model.parameters())
-    made = torch.optim.AdamW if small else torch.optim.SGD
-    optimizer = made(parameters, lr=1e-9, fused=True)
+    made = partial(torch.optim.AdamW, fused=True) if small else torch.optim.SGD
+    optimizer = made(parameters, lr=1e-9)
     if small:
         for parameter in parameters:
             zeros = {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(1.0), **zeros}
+            optimizer.state[parameter] = {"step": torch.tensor(1.0, device=setting.device), **zeros}
     parameters[0].grad = torch.zeros_like(parameters[0])
     return {"model": model, "optimizer": optimizer}
 
 
 def _measure(setting: Setting, name: str, folder: Path) -> dict[str, float]:
+    compute = _work(setting)
+    build(replace(setting, nbytes=1 << 16, tensors=8))["optimizer"].step()  # what torch loads at first use
     base = _peak(reset=True)
     state = build(setting)
     saver = SAVERS[name][1](folder, state)
-    compute = _work(setting.step_s)
     start = time.perf_counter()
     saver.prepare()
     found = {"prepare": time.perf_counter() - start}
@@ -123,19 +128,23 @@ def _measure(setting: Setting, name: str, folder: Path) -> dict[str, float]:
     return found
 
 
-def _work(seconds: float) -> Callable[[], None]:
-    """A piece of compute on this thread that takes about so long."""
-    a, b = (torch.full((384, 384), 0.5) for _ in range(2))
+def _work(setting: Setting) -> Callable[[], None]:
+    """A piece of compute, on this thread or on the GPU, that takes about as long as a step is to."""
+    on_gpu = setting.device != "cpu"
+    side = 2048 if on_gpu else 384
+    a, b = (torch.full((side, side), 0.5, device=setting.device) for _ in range(2))
     out = torch.empty_like(a)
 
     def multiply(times: int) -> None:
         for _ in range(times):
             torch.mm(a, b, out=out)
+        if on_gpu:
+            torch.cuda.synchronize()
 
     multiply(20)
     start = time.perf_counter()
     multiply(50)
-    times = max(1, round(50 * seconds / (time.perf_counter() - start)))
+    times = max(1, round(50 * setting.step_s / (time.perf_counter() - start)))
     return lambda: multiply(times)
 
 

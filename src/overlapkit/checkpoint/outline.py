@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from overlapkit.checkpoint.layout import Piece, is_plain, steps_through_hooks, unwrap
 
-_SHARDS_ANEW = "torch.distributed.fsdp._fully_shard"  # FSDP2: shows the sharded parameters again
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
 _RENAMES = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _LEAVES = (torch.Tensor, int, float, str, type(None))
 
@@ -155,10 +155,11 @@ def _is_plain_module(module: nn.Module) -> bool:
     return (
         all(getattr(kind, name) is getattr(nn.Module, name) for name in written_anew)
         and "state_dict" not in module.__dict__
-        and all(_comes_from(hook, _SHARDS_ANEW) for hook in module._state_dict_pre_hooks.values())
-        and all(_comes_from(hook, _RENAMES) for hook in module._state_dict_hooks.values())
+        and all(map(reshards, module._state_dict_pre_hooks.values()))
+        and all(getattr(hook, "__module__", "") == _RENAMES for hook in module._state_dict_hooks.values())
     )
 
 
-def _comes_from(hook: Any, module: str) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(module)
+def reshards(hook: Any) -> bool:
+    """Whether a state_dict hook is FSDP2's, which makes a module show its sharded parameters."""
+    return str(getattr(hook, "__module__", "")).startswith(_FSDP2)

@@ -8,11 +8,11 @@ broadcast, at the speed of memory; beyond, ranks begin at different places, so t
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -188,8 +188,7 @@ def _sums(entry: dict[str, Any], file: dict[str, Any], blocks: int) -> list[Any]
     return [row[place * WIDTH : (place + 1) * WIDTH] for place in range(first, first + blocks)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(NamedTuple):
     """One block on its way into memory: `into`, or memory of its own that `then` is called with."""
 
     chunk: Chunk
@@ -303,7 +302,7 @@ class Reader:
         blocks = list(_blocks(chunk, first, first + length, saved.name))
         memory = torch.empty(sum(block.nbytes for block in blocks), dtype=torch.uint8, device="cpu")
         view, start = _bytes_of(memory), blocks[0].at
-        self._read([replace(b, into=view[b.at - start : b.at - start + b.nbytes]) for b in blocks])
+        self._read([b._replace(into=view[b.at - start : b.at - start + b.nbytes]) for b in blocks])
         rows = memory[first - start : first - start + length].view(saved.dtype)
         columns = both.inside(chunk.box)[1:]
         target[both.inside(box)] = rows.view(both.shape[0], *chunk.box.shape[1:])[(slice(None), *columns)]
@@ -320,19 +319,24 @@ class Reader:
 def _rows(chunk: Chunk, target: torch.Tensor, box: Box, both: Box, saved: Saved) -> Iterator[_Block]:
     """Whole rows, which are one stretch of the chunk and one of the target: blocks go right there."""
     memory = _bytes_of(target)
+    if chunk.box == box:
+        for at in range(0, chunk.nbytes, chunk.block):
+            nbytes = min(chunk.block, chunk.nbytes - at)
+            yield _Block(chunk, saved.name, at, nbytes, memory[at : at + nbytes])
+        return
     first, length = _stretch(chunk.box, both, saved)
     shift = _stretch(box, both, saved)[0] - first  # from a place in the chunk to that in the target
     for block in _blocks(chunk, first, first + length, saved.name):
         a, b = max(first, block.at), min(first + length, block.at + block.nbytes)
         there = memory[a + shift : b + shift]
         if b - a == block.nbytes:
-            yield replace(block, into=there)
+            yield block._replace(into=there)
         else:  # the others' rows are in it, too
 
             def copy(view: memoryview, there: memoryview = there, skip: int = a - block.at) -> None:
                 there[:] = view[skip : skip + there.nbytes]
 
-            yield replace(block, then=copy)
+            yield block._replace(then=copy)
 
 
 def _slabs(chunk: Chunk, both: Box) -> Iterator[Box]:
