@@ -19,9 +19,10 @@ from overlapkit.checkpoint.commit import RunLock, sweep
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Job, Run, sound_steps
-from overlapkit.checkpoint.layout import check_state, take_inventory
+from overlapkit.checkpoint.layout import check_state
 from overlapkit.checkpoint.manifest import read_manifest, step_name
 from overlapkit.checkpoint.opening import check_metrics, check_options, check_step, open_directory
+from overlapkit.checkpoint.planner import Planner
 from overlapkit.checkpoint.reader import verify
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
@@ -92,17 +93,20 @@ class Checkpointer:
         timeout: float = 600.0,
     ) -> None:
         check_options(directory, every, keep, keep_every, best, in_flight, stage, timeout)
-        self._every, self._in_flight, self._stage = every, in_flight, stage
+        self._every, self._in_flight = every, in_flight
         self._root = Path(directory)
         self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
         self._lock: RunLock | None = None
         opened = self._quorum.together("open", self._open, self._open_run)
         self._log = SpanLog()
-        self._run = Run(self._root, opened["run"], self._quorum, self._disk, self._log, keep, keep_every)
+        self._writer, self._helper = Lane(LANE, kind="thread"), Lane(LANE, kind="thread")
+        self._run = Run(
+            self._root, opened["run"], self._quorum, self._disk, self._log, self._helper, keep, keep_every
+        )
+        self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
-        self._writer = Lane(LANE, kind="thread")
         self._unfinished = Unfinished(self._log)
-        self._restorer = Restorer(self._root, self._quorum, self._stager)
+        self._restorer = Restorer(self._root, self._quorum, self._stager, self._helper)
         self._saves = itertools.count()
         self._closing = False
         self._closed = False
@@ -142,6 +146,8 @@ class Checkpointer:
         step, kept_metrics = check_step(step), check_metrics(metrics)
         check_state(state)
         if self._every is not None and step % self._every:
+            if self._planner.is_behind(state):
+                self._stager.prewarm(self._planner.take(state), beside=True)
             self._unfinished.surface()
             return not_due(step)
         start = time.perf_counter_ns()
@@ -195,9 +201,10 @@ class Checkpointer:
                 f"only={only!r}: the state has no {', '.join(map(repr, absent))}, but {list(state)}"
             )
         self._unfinished.settle()
+        self._planner.forget()
         restored = self._restorer.restore(state, step, only, strict)
         if only is None:
-            self._stager.prewarm(take_inventory(state, self._quorum.rank, stage=self._stage))
+            self._stager.prewarm(self._planner.take(state))
         return restored
 
     def steps(self) -> list[int]:
@@ -249,6 +256,8 @@ class Checkpointer:
         self._unfinished.settle()
         self._unseen += self._unfinished.unseen()
         self._writer.close()
+        self._helper.close()
+        self._planner.forget()
         self._stager.close()
         self._quorum.leave()
         if self._lock is not None:
@@ -301,10 +310,10 @@ class Checkpointer:
         staging: Staging | None = None
         claim = threading.Lock()  # whoever takes it decides: the writer carries out, or this call gives up
         try:
-            inventory = take_inventory(state, self._quorum.rank, stage=self._stage)
+            share = self._planner.take(state)
             generators = rng.capture()
-            staging = self._stager.stage(inventory)
-            job = Job(self._run, number, step, inventory, staging, generators, metrics)
+            staging = self._stager.stage(share)
+            job = Job(self._run, number, step, share, staging, generators, metrics)
             committed = self._writer.submit(lambda: self._carry_out(job, claim))
             return Save(step, staging.ticket, committed, staging=staging)
         except BaseException as error:
