@@ -22,6 +22,7 @@ from overlapkit.checkpoint.layout import (
     unwrap,
 )
 from overlapkit.checkpoint.reader import Catalog, Wanted
+from overlapkit.checkpoint.tree import adopt
 
 Values = dict[str, torch.Tensor]
 """Host memory that holds the tensors' values, this rank's part of each; valid during a restore only."""
@@ -76,7 +77,8 @@ class _Matcher:
         self.names = parameter_names(state)
 
     def match(self, key: str) -> None:
-        value, entry = self.state[key], self.catalog.entries[key]
+        value = self.state[key]
+        entry = adopt(self.catalog, key, value, self.names)
         kind, known = kind_of(value), len(self.plan.problems)
         if entry["kind"] != kind:
             self.plan.problems.append(f"mismatch: {key!r} is a {kind}, in the checkpoint a {entry['kind']}")
