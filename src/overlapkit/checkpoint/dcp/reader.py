@@ -26,7 +26,7 @@ from overlapkit.checkpoint.dcp.keys import Keys
 from overlapkit.checkpoint.dcp.place import checkpoint_path, is_checkpoint_path
 from overlapkit.checkpoint.dcp.planner import SafetensorsLoadPlanner, misfit, refuse_tensor
 from overlapkit.checkpoint.errors import MismatchError
-from overlapkit.checkpoint.manifest import read_manifest, step_folders
+from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_of
 from overlapkit.checkpoint.reader import Catalog, Chunk, Reader, Saved
 from overlapkit.device import has_process_group, rank_and_world
 
@@ -139,11 +139,21 @@ class SafetensorsReader(StorageReader):
         if self._path is None:
             raise ValueError("no checkpoint_id: give one to dcp.load, or a path to SafetensorsReader")
         if not self._path.is_dir():
-            there = [path.name for path in step_folders(self._path.parent).values()]
-            raise FileNotFoundError(f"there is no checkpoint {self._path}, but {there or 'none at all'}")
+            raise FileNotFoundError(_missing(self._path))
         manifest = read_manifest(self._path)
         rank, world = rank_and_world() if has_process_group() else (0, 1)
         return Keys(manifest, Catalog(manifest, rank, world))
+
+
+def _missing(path: Path) -> str:
+    """Why a checkpoint is not there."""
+    if any(path.parent.glob(f".old-*-{step_of(path.name)}")):
+        return (
+            f"{path} was being replaced when the save was killed: the next save into {path.parent} puts it "
+            "back, and so does overlapkit.Checkpointer(...) on that folder"
+        )
+    there = [folder.name for folder in step_folders(path.parent).values()]
+    return f"there is no checkpoint {path}, but {', '.join(there) or 'none at all'}"
 
 
 class _Read:

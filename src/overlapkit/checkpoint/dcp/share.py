@@ -71,8 +71,12 @@ def _refuse_values(planner: DefaultSavePlanner) -> None:
     if values:
         raise TypeError(
             f"the state has values that are no tensors, which {type(planner).__name__} would pickle: "
-            f"{', '.join(values)}. Give planner=SafetensorsSavePlanner(), which keeps them as typed JSON"
+            f"{_some(values)}. Give planner=SafetensorsSavePlanner(), which keeps them as typed JSON"
         )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _is_empty_rest(item: WriteItem) -> bool:

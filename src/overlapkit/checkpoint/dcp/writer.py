@@ -24,7 +24,7 @@ from overlapkit.checkpoint.opening import open_directory
 from overlapkit.checkpoint.writer import remove_share, write_share
 from overlapkit.device import rank_and_world
 
-_PATIENCE = timedelta(seconds=60)
+_PATIENCE_S = 60.0
 """How long a rank looks for what rank 0 announced before it sent out the plan."""
 
 
@@ -214,11 +214,11 @@ def _announced(path: Path) -> tuple[str, int]:
     """The name of the run that rank 0 writes as, and the number of ranks."""
     store, key = _store(), _key(path)
     try:
-        store.wait([key], _PATIENCE)
+        store.wait([key], timedelta(seconds=_PATIENCE_S))
         run, world = json.loads(store.get(key))
     except RuntimeError as error:  # DistStoreError
         raise RankFailed(
-            f"rank 0 announced no save to {path} within {_PATIENCE.seconds} s: every rank must give the same "
+            f"rank 0 announced no save to {path} within {_PATIENCE_S:g} s: every rank must give the same "
             f"checkpoint_id ({error})"
         ) from error
     return run, world
