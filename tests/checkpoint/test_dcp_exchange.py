@@ -359,6 +359,22 @@ def test_a_parameter_whose_name_is_anothers_number_is_never_guessed(tmp_path):
         )
 
 
+def test_two_things_that_have_one_key_are_never_guessed(tmp_path):
+    state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1), "c": torch.ones(1)}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+    with one_rank_group():
+        found = {"a": {"c": torch.zeros(1)}}
+        dcp.load(found, storage_reader=SafetensorsReader(tmp_path / "step-1"))
+        assert found["a"]["c"].item() == 1
+        with pytest.raises(CheckpointException, match=r"missing: 'a\.b'"):
+            dcp.load(
+                {"a.b": torch.zeros(1)},
+                storage_reader=SafetensorsReader(tmp_path / "step-1"),
+                planner=SafetensorsLoadPlanner(),
+            )
+
+
 def test_retention_and_fallback_count_what_dcp_wrote(tmp_path):
     with one_rank_group():
         for number in (1, 2):
@@ -409,3 +425,62 @@ def test_a_compiled_models_parameters_have_their_own_names(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.restore({"model": other})
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class Tied(nn.Module):
+    """Two names for one parameter, and a state of its own that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.seen = {}
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+    def get_extra_state(self):
+        return dict(self.seen)
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tied_parameters_and_extra_state(tmp_path, form):
+    def make(value):
+        torch.manual_seed(value)
+        model = Tied()
+        model.seen = {value: (value,)}
+        state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+        model(torch.tensor([1, 2])).square().sum().backward()
+        state["optimizer"].step()
+        return state
+
+    def check(state):
+        model, moments = state["model"], state["optimizer"].state_dict()["state"]
+        assert torch.equal(model.head.weight, saved["model"].embedding.weight)
+        assert model.head.weight is model.embedding.weight
+        assert model.seen == {1: (1,)}
+        assert torch.equal(moments[0]["exp_avg"], saved["optimizer"].state_dict()["state"][0]["exp_avg"])
+
+    saved = make(1)
+    with one_rank_group():
+        dcp.save(
+            as_dcp(saved, form),
+            storage_writer=SafetensorsWriter(tmp_path / "step-1"),
+            planner=SafetensorsSavePlanner(),
+        )
+        with Checkpointer(tmp_path) as checkpointer:
+            state = make(2)
+            checkpointer.restore(state, 1)
+            check(state)
+            checkpointer.save(2, saved, block=True)
+        state = make(3)
+        dcp.load(
+            as_dcp(state, form),
+            storage_reader=SafetensorsReader(tmp_path / "step-2"),
+            planner=SafetensorsLoadPlanner(),
+        )
+        check(state)

@@ -24,7 +24,8 @@ from overlapkit.checkpoint import (
     SafetensorsWriter,
 )
 from overlapkit.checkpoint.disk import Disk
-from tests.checkpoint.faults import Faulty, full_disk, in_child, kill
+from tests.checkpoint.faults import Faulty, full_disk, in_child, kill, value_state
+from tests.checkpoint.test_damage import HOSTILE, rewrite
 from tests.ranks import one_rank_group, run_ranks
 
 FILES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors")
@@ -205,7 +206,7 @@ def test_one_of_two_ranks_killed_at_any_point(tmp_path, victim):
     shutil.copytree(start, tmp_path / "count")
     points = run_ranks(2, save_two, tmp_path / "count", None)[victim]
     outcomes = set()
-    for at in range(points):
+    for at in (0, 2, 5, points - 2, points - 1):  # gloo takes up to 10 s to notice
         directory = tmp_path / str(at)
         shutil.copytree(start, directory)
         assert run_ranks(2, save_two, directory, at, may_die=(victim,))[victim] == -signal.SIGKILL
@@ -298,6 +299,27 @@ def test_a_missing_or_truncated_file_is_found(run, file, left):
 def test_a_file_of_another_step_is_found(run, file):
     shutil.copy(run / "step-1" / file, run / "step-2" / file)
     refused(run, "step-2")
+
+
+MORE_HOSTILE = {
+    "no kind": lambda part, files: part["state"]["n"].pop("kind"),
+    "no value": lambda part, files: part["state"]["n"].pop("value"),
+    "an optimizer without groups": lambda part, files: part["state"]["optimizer"]["value"]["rest"].clear(),
+    "an optimizer that is a list": lambda part, files: part["state"]["optimizer"].update(value=[1]),
+    "a list of entries": lambda part, files: part.update(state=[1]),
+}
+
+
+@pytest.mark.parametrize("case", [*HOSTILE, *MORE_HOSTILE])
+def test_a_hostile_part_is_refused(tmp_path, case):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, value_state(1), block=True)
+    rewrite(tmp_path, {**HOSTILE, **MORE_HOSTILE}[case])
+    found = {"t": torch.full((9,), 5.0)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(found, storage_reader=SafetensorsReader(tmp_path / "step-2"), no_dist=True)
+    assert isinstance(failure(caught), DamagedCheckpoint)
+    assert (found["t"] == 5).all()
 
 
 def test_a_checkpoint_that_is_not_there(run):

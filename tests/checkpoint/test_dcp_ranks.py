@@ -23,7 +23,7 @@ from overlapkit.checkpoint import (
     SafetensorsSavePlanner,
     SafetensorsWriter,
 )
-from overlapkit.checkpoint.dcp.writer import _key
+from overlapkit.checkpoint.dcp.saving import Saving
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.writer import BLOCK
 from tests.checkpoint.faults import Faulty, full_disk
@@ -392,7 +392,7 @@ def test_a_shard_of_another_shape_than_its_placement_says_is_refused(tmp_path):
 
 
 def test_other_paths_on_other_ranks_are_an_error_that_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("overlapkit.checkpoint.dcp.writer._PATIENCE_S", 0.2)
+    monkeypatch.setattr("overlapkit.checkpoint.dcp.saving._PATIENCE_S", 0.2)
 
     def save(rank):
         with pytest.raises(CheckpointException, match="rank 0 announced no save to .*step-1 within 0.2 s"):
@@ -464,7 +464,7 @@ def test_nothing_stays_in_the_store(tmp_path):
         for step in range(4):
             dcp.save(some_state(rank), storage_writer=SafetensorsWriter(tmp_path / f"step-{step}"))
             store = dist.distributed_c10d._get_default_store()
-            counts.append(sum(store.check([_key(tmp_path / f"step-{i}")]) for i in range(4)))
+            counts.append(sum(store.check([Saving(tmp_path / f"step-{i}", 0)._key]) for i in range(4)))
             dist.barrier()
         return counts
 

@@ -61,7 +61,7 @@ def adopt(catalog: Catalog, key: str, value: Any, names: Mapping[int, str]) -> d
         moments = encode(state.pop("state"), f"{path}/state", keep)
         return {"kind": kind, "value": {"state": moments, "rest": encode(state, path, keep)}}
     if kind == "module":
-        if type(tree) is not dict:
+        if type(tree) is not dict or not all(type(name) is str for name in tree):
             return entry
         tree = {plain_name(name): item for name, item in tree.items()}
     elif any(tensor_names(entry["value"])):  # DCP turns the keys above a tensor into strings

@@ -19,7 +19,7 @@ class Keys:
     Attributes:
         tensors: Key -> tensor.
         values: Key -> value without tensors.
-        paths: Key -> path, of both.
+        paths: Key -> path.
 
     Raises:
         DamagedCheckpoint: A part makes no sense.
@@ -30,16 +30,19 @@ class Keys:
         self.values: dict[str, Any] = {}
         self.paths: dict[str, Path] = {}
         self._catalog = catalog
-        self._add_entries(catalog.entries)
-        if manifest.world > 1 and any(entry["kind"] == TREE for entry in catalog.entries.values()):
-            for rank in range(manifest.world):  # what only other ranks had
-                try:
+        self._ambiguous: set[str] = set()
+        try:
+            self._add_entries(catalog.entries)
+            if manifest.world > 1 and any(entry["kind"] == TREE for entry in catalog.entries.values()):
+                for rank in range(manifest.world):  # what only other ranks had
                     self._add_entries(manifest.part(rank)["state"])
-                except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-                    path = manifest.folder / f"rank-{rank:05d}.json"
-                    raise DamagedCheckpoint(
-                        f"{path}: not a part ({type(error).__name__}: {error})"
-                    ) from error
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise DamagedCheckpoint(
+                f"{manifest.folder}: not a state ({type(error).__name__}: {error})"
+            ) from error
+        for key in self._ambiguous:  # never a guess
+            self.tensors.pop(key, None)
+            self.values.pop(key, None)
 
     def _add_entries(self, entries: dict[str, Any]) -> None:
         for key, entry in entries.items():
@@ -54,9 +57,11 @@ class Keys:
     def _add(self, above: Path, tree: dict[str, Any], stand_ins: StandIns) -> None:
         flat = flatten(tree, above)
         for key, value in flat.values.items():
-            if key in self.paths:
+            path = self.paths.setdefault(key, flat.paths[key])
+            if path != flat.paths[key]:
+                self._ambiguous.add(key)
+            if key in self.tensors or key in self.values:
                 continue  # this rank's own come first
-            self.paths[key] = flat.paths[key]
             if isinstance(value, torch.Tensor):
                 self.tensors[key] = self._catalog.tensors[stand_ins.name(value)]
             else:
