@@ -23,6 +23,7 @@ from overlapkit.checkpoint import (
 )
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.layout import DTYPES
+from tests.checkpoint.faults import Faulty
 from tests.ranks import one_rank_group
 
 
@@ -418,8 +419,11 @@ def test_no_path_is_an_error_that_says_so():
 def test_what_is_no_checkpoint_is_never_replaced(where):
     where.mkdir(parents=True)
     (where / "thesis.tex").write_text("x")
+    writer = SafetensorsWriter(where)
+    writer._disk = disk = Faulty()
     with pytest.raises(CheckpointException, match="exists and is no checkpoint: move it away"):
-        save({"t": torch.ones(1)}, where)
+        dcp.save({"t": torch.ones(1)}, storage_writer=writer)
+    assert disk.calls == []  # at once, and not when all is written
     assert (where / "thesis.tex").read_text() == "x"
     assert [path.name for path in where.parent.iterdir()] == ["step-7"]
 

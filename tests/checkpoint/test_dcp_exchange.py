@@ -182,12 +182,14 @@ def whole(state):
 @pytest.mark.parametrize("loaded_on", [2, 1])
 @pytest.mark.parametrize("writer", ["dcp", "checkpointer"])
 def test_shards_go_either_way_at_any_number_of_ranks(tmp_path, writer, loaded_on):
+    form = "named" if loaded_on == 2 else "numbered"
+
     def save(rank):
         state = sharded(rank, 1)
         step(state)
         if writer == "dcp":
             dcp.save(
-                as_dcp(state, "numbered"),
+                as_dcp(state, form),
                 storage_writer=SafetensorsWriter(tmp_path / "step-1"),
                 planner=SafetensorsSavePlanner(),
             )
@@ -201,7 +203,7 @@ def test_shards_go_either_way_at_any_number_of_ranks(tmp_path, writer, loaded_on
         step(state)
         if writer == "checkpointer":
             dcp.load(
-                as_dcp(state, "numbered"),
+                as_dcp(state, form),
                 storage_reader=SafetensorsReader(tmp_path / "step-1"),
                 planner=SafetensorsLoadPlanner(),
             )
@@ -319,7 +321,8 @@ def test_what_does_not_fit_is_listed(tmp_path):
         "missing: 'model/0.bias'",
         "unexpected: 'model/weight'",
         "unexpected: 'model/bias'",
-        "mismatch: 'optimizer' is a optimizer, in the checkpoint a tree",
+        "mismatch: 'optimizer' is a optimizer, and what torch.distributed.checkpoint saved of it has other "
+        "parameters, groups or structure",
     ]
 
 
@@ -337,8 +340,26 @@ def test_parameters_of_another_model_are_listed(tmp_path):
             storage_writer=SafetensorsWriter(tmp_path / "step-1"),
             planner=SafetensorsSavePlanner(),
         )
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(MismatchError, match=r"optimizer.*a tree"):
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(MismatchError, match=r"'optimizer' is a optimizer.*other parameters, groups"),
+    ):
         checkpointer.restore(make("a", "c"))
+
+
+def test_options_that_one_group_cannot_have_are_not_dropped(tmp_path, trained):
+    """Saved flattened, parameter by parameter, from two groups; restored into one."""
+    with one_rank_group():
+        dcp.save(
+            as_dcp(trained, "flattened"),
+            storage_writer=SafetensorsWriter(tmp_path / "step-2"),
+            planner=SafetensorsSavePlanner(),
+        )
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(MismatchError, match=r"'optimizer' is a optimizer.*other parameters, groups"),
+    ):
+        checkpointer.restore(build())
 
 
 def test_a_parameter_whose_name_is_anothers_number_is_never_guessed(tmp_path):

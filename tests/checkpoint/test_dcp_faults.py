@@ -161,6 +161,10 @@ def test_an_error_at_any_point_fails_the_save_and_changes_nothing(prepared, scen
             assert isinstance(failure(caught), OSError)
             assert failure(caught).errno == errno.ENOSPC
             del caught
+            if not after:
+                assert all(path.name.startswith(("step-", ".old-")) for path in directory.iterdir()), calls[
+                    at
+                ]
         found = found_in(directory)
         assert found in allowed, calls[at]
         save(directory, step + 1, 100)

@@ -126,7 +126,7 @@ class SafetensorsReader(StorageReader):
         if problems := [problem for read in reads if (problem := read.problem())]:
             raise misfit(problems)
         with Reader() as reader:
-            for read in sorted(reads, key=lambda read: (read.chunk.path, read.chunk.start)):
+            for read in sorted(reads, key=lambda read: (read.chunk.path.name, read.chunk.start)):
                 read.carry_out(reader)
         for item in values:
             value = encode(self._keys.values[item.storage_index.fqn], item.storage_index.fqn, refuse_tensor)

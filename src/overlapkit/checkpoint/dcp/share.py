@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.codec import encode, root
 from overlapkit.checkpoint.dcp.flatten import name_of, nest
-from overlapkit.checkpoint.dcp.planner import SafetensorsSavePlanner, refuse_tensor
+from overlapkit.checkpoint.dcp.planner import SafetensorsSavePlanner
 from overlapkit.checkpoint.layout import Inventory, Piece, check_tensor
 from overlapkit.checkpoint.stage import Row, file_order
 from overlapkit.checkpoint.tree import TREE
@@ -36,12 +36,8 @@ def take_share(plan: SavePlan, planner: SavePlanner) -> tuple[Inventory, list[Ro
         )
     if not isinstance(planner, SafetensorsSavePlanner):
         _refuse_values(planner)
-    names = {key: name_of(planner.mappings.get(key, (key,))) for key in planner.state_dict}
-    known = set(names.values())
 
     def keep(path: str, tensor: torch.Tensor) -> str:
-        if path not in known:
-            refuse_tensor(path, tensor)
         check_tensor(path, tensor)
         return path
 
@@ -50,8 +46,8 @@ def take_share(plan: SavePlan, planner: SavePlanner) -> tuple[Inventory, list[Ro
         inventory.entries[key] = {"kind": TREE, "value": encode(value, root(key), keep)}
     rows: dict[str, Row] = {}
     for item in plan.items:
-        if item.type != WriteItemType.BYTE_IO and not _is_empty_rest(item):
-            piece = _piece(item, names[item.index.fqn], planner)
+        if item.type != WriteItemType.BYTE_IO:
+            piece = _piece(item, planner)
             if piece.name in rows:
                 raise TypeError(
                     f"state {item.index.fqn!r} has several parts on this rank: what can be kept is a tensor, "
@@ -79,24 +75,18 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _is_empty_rest(item: WriteItem) -> bool:
-    """Whether an uneven shard leaves this rank nothing, of a tensor that is not empty."""
-    data = item.tensor_data
-    return data is not None and data.size.numel() > 0 and data.chunk.sizes.numel() == 0
-
-
-def _piece(item: WriteItem, name: str, planner: DefaultSavePlanner) -> Piece:
-    assert item.tensor_data is not None
-    data, chunk = planner.resolve_data(item), item.tensor_data.chunk
+def _piece(item: WriteItem, planner: DefaultSavePlanner) -> Piece:
+    key, about, data = item.index.fqn, item.tensor_data, planner.resolve_data(item)
+    assert about is not None
     assert isinstance(data, torch.Tensor)
-    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    box = Box(tuple(about.chunk.offsets), tuple(about.chunk.sizes))
     if tuple(data.shape) != box.shape:
         raise ValueError(
-            f"state {item.index.fqn!r} has a local shape {tuple(data.shape)}, where its sharding says "
-            f"{box.shape}: this sharding cannot be kept"
+            f"state {key!r} has a local shape {tuple(data.shape)}, where its sharding says {box.shape}: this "
+            "sharding cannot be kept"
         )
-    sharded = item.type == WriteItemType.SHARD
-    return Piece(name, data, data, tuple(item.tensor_data.size), box, own=False, late=False, sharded=sharded)
+    name, sharded = name_of(planner.mappings.get(key, (key,))), item.type == WriteItemType.SHARD
+    return Piece(name, data, data, tuple(about.size), box, own=False, late=False, sharded=sharded)
 
 
 def _host_bytes(tensor: torch.Tensor) -> torch.Tensor:
