@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from overlapkit.checkpoint import (
     Checkpointer,
     DamagedCheckpoint,
+    MismatchError,
     SafetensorsLoadPlanner,
     SafetensorsReader,
     SafetensorsSavePlanner,
@@ -324,6 +325,16 @@ def test_a_hostile_part_is_refused(tmp_path, case):
         dcp.load(found, storage_reader=SafetensorsReader(tmp_path / "step-2"), no_dist=True)
     assert isinstance(failure(caught), DamagedCheckpoint)
     assert (found["t"] == 5).all()
+
+
+def test_a_tree_that_refers_to_no_tensor_does_not_fit(run):
+    def change(part, files):
+        part["state"]["model"]["value"]["w"]["v"] = "nowhere"
+
+    rewrite(run, change)
+    refused(run, "not a state .*nowhere")
+    with Checkpointer(run) as checkpointer, pytest.raises(MismatchError, match="missing: tensor 'nowhere'"):
+        checkpointer.restore(state(5), 2)
 
 
 def test_a_checkpoint_that_is_not_there(run):

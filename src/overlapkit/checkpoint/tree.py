@@ -51,7 +51,10 @@ def adopt(catalog: Catalog, key: str, value: Any, names: Mapping[int, str]) -> d
     tree = decode(entry["value"], stand_ins.of)
 
     def keep(name: str, tensor: torch.Tensor) -> str:
-        catalog.tensors[name] = catalog.tensors[stand_ins.name(tensor)]
+        there = stand_ins.name(tensor)
+        if there not in catalog.tensors:
+            return there  # and it will be missed
+        catalog.tensors[name] = catalog.tensors[there]
         return name
 
     if kind == "optimizer":
