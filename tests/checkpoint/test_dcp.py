@@ -120,6 +120,23 @@ def test_a_parameter_is_filled_in_place(where):
     assert parameter.grad_fn is None
 
 
+def test_tensors_of_many_blocks_one_after_the_other(where):
+    """Odd sizes, so that no tensor begins or ends where a block, a write or a read does."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"a": (9 << 20) + 3, "b": 5, "c": (17 << 20) + 1, "d": 4 << 20, "e": 0, "f": (6 << 20) + 7}
+    state = {
+        key: torch.randint(256, (n,), dtype=torch.uint8, generator=generator) for key, n in sizes.items()
+    }
+    state["g"] = state["c"][: 1 << 24].view(1 << 10, 1 << 14).t()
+    state["h"] = state["d"].view(torch.float32)
+    save(state, where)
+    there = load(zeros_like(state), where)
+    for key, value in state.items():
+        assert torch.equal(there[key].view(torch.uint8), value.contiguous().view(torch.uint8)), key
+    with safe_open(where / "rank-00000.safetensors", "pt") as file:
+        assert all(torch.equal(file.get_tensor(key), state[key]) for key in "abcdefg")
+
+
 def test_any_safetensors_reader_and_any_json_reader_reads_the_files(where):
     state = {
         "model": {"w": torch.randn(5, 3), "b": torch.randn(3, dtype=torch.bfloat16)},
