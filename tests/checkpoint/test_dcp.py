@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
+from overlapkit import checkpoint
 from overlapkit.checkpoint import (
     Checkpointer,
     SafetensorsLoadPlanner,
@@ -63,6 +64,18 @@ def zeros_like(state):
 
 def bits(tensor):
     return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).tolist()
+
+
+def test_the_names_resolve_when_they_are_asked_for():
+    for name in (
+        "SafetensorsLoadPlanner",
+        "SafetensorsReader",
+        "SafetensorsSavePlanner",
+        "SafetensorsWriter",
+    ):
+        assert getattr(checkpoint, name).__module__.startswith("overlapkit.checkpoint.dcp.")
+    with pytest.raises(AttributeError, match=r"'overlapkit\.checkpoint' has no attribute 'SafetensorsThing'"):
+        _ = checkpoint.SafetensorsThing
 
 
 LAYOUTS = {
