@@ -28,7 +28,7 @@ from overlapkit.checkpoint.manifest import read_manifest
 from overlapkit.checkpoint.match import make_plan, writers_of
 from overlapkit.checkpoint.planner import Planner
 from overlapkit.checkpoint.reader import Catalog
-from overlapkit.checkpoint.writer import write_share
+from overlapkit.checkpoint.writer import held, write_share
 from overlapkit.lane import Lane
 
 RANK = 3  # whose costs are measured; it is in every mesh
@@ -89,7 +89,7 @@ def _collect(folder: Path, state: dict[str, Any], planner: Planner, ranks: int) 
     memory = torch.zeros(share.plan.nbytes, dtype=torch.uint8)
     about = {"step": 1, "rank": RANK, "world": ranks, "rng": None}
     with Lane("benchmark", kind="inline") as helper:
-        files = write_share(Disk(), temporary, share, memory, about, helper)
+        files = write_share(Disk(), temporary, share.plan, share.entries, held(memory), about, helper)
     reports = [_as_rank(rank, files) for rank in range(ranks)]
     for rank in {0, 1, 2} | set(range(4, ranks)):  # commit and read_manifest look at each file
         for name in files:

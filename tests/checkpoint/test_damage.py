@@ -2,11 +2,11 @@
 
 import json
 import shutil
-import zlib
 
 import pytest
 
 from overlapkit.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
+from overlapkit.checkpoint.hashing import ALGORITHM, checksum
 from overlapkit.checkpoint.manifest import manifest_bytes, read_manifest
 from tests.checkpoint.faults import read_value, value_state
 
@@ -148,7 +148,7 @@ def rewrite(run, change):
     change(part, files)
     data = json.dumps(part).encode()
     (folder / FILES[1]).write_bytes(data)
-    files[FILES[1]] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    files[FILES[1]] = {"bytes": len(data), ALGORITHM: checksum(data)}
     (folder / FILES[0]).write_bytes(manifest_bytes(2, files, 1, {}))
 
 

@@ -56,6 +56,10 @@ class FilePlan:
         self.now = [place for place in filled if not slots[place].late]
         self._views: dict[int, Views] = {}
 
+    def in_file(self) -> list[tuple[int, int]]:
+        """For each tensor in the file, in its order: where its data begins, and its place in `slots`."""
+        return list(zip(self._starts, self._order, strict=True))
+
     def views(self, memory: torch.Tensor) -> Views:
         """Parts of a staging buffer, uint8 (nbytes,), with dtypes and shapes: for `late`, and for `now`.
 

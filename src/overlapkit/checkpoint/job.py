@@ -13,7 +13,7 @@ from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_nam
 from overlapkit.checkpoint.planner import Share
 from overlapkit.checkpoint.retention import surplus
 from overlapkit.checkpoint.stage import LANE, Staging
-from overlapkit.checkpoint.writer import remove_share, write_share
+from overlapkit.checkpoint.writer import held, remove_share, write_share
 from overlapkit.lane import Lane
 from overlapkit.quorum import Quorum, Report
 from overlapkit.span import SpanLog
@@ -94,7 +94,15 @@ class Job:
             "rng": rng.typed(self.generators),
         }
         with self.run.log.host(LANE, "write", bytes=memory.numel()):
-            files = write_share(self.run.disk, temporary, self.share, memory, about, self.run.helper)
+            files = write_share(
+                self.run.disk,
+                temporary,
+                self.share.plan,
+                self.share.entries,
+                held(memory),
+                about,
+                self.run.helper,
+            )
         return {"step": self.step, "files": files, "plain": self.share.plan.plain_tensors}
 
     def _commit(self, temporary: Path, reports: list[Report]) -> Report:

@@ -271,7 +271,7 @@ class _Walk:
         return self.keep(path, tensor, own=not is_dtensor(tensor), late=False)
 
     def keep(self, path: str, tensor: torch.Tensor, *, own: bool, late: bool, moment: bool = False) -> str:
-        _check_tensor(path, tensor)
+        check_tensor(path, tensor)
         shape = tuple(tensor.shape)
         if not own and not is_first_replica(tensor, self.rank):
             if not is_dtensor(tensor):
@@ -314,7 +314,8 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _check_tensor(path: str, tensor: torch.Tensor) -> None:
+def check_tensor(path: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError or ValueError where a tensor cannot be kept; the message names it."""
     if tensor.device.type == "meta":
         raise ValueError(
             f"state {path!r} is on the meta device and holds no data: call to_empty() and initialise it"

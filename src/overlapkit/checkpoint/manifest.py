@@ -64,11 +64,17 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a folder's name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def step_folders(root: Path) -> dict[int, Path]:
     """Folders by step, for everything named as a committed checkpoint, sound or not, ascending."""
     if not root.is_dir():
         return {}
-    found = {int(match[1]): path for path in root.iterdir() if (match := _STEP.fullmatch(path.name))}
+    found = {step: path for path in root.iterdir() if (step := step_of(path.name)) is not None}
     return {step: found[step] for step in sorted(found) if is_ours(found[step])}
 
 

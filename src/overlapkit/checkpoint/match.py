@@ -23,6 +23,7 @@ from overlapkit.checkpoint.layout import (
 )
 from overlapkit.checkpoint.outline import reshards
 from overlapkit.checkpoint.reader import Catalog, Saved, Wanted
+from overlapkit.checkpoint.tree import TREE, adopt
 
 Values = dict[str, torch.Tensor]
 """Host memory that holds the tensors' values, this rank's part of each; valid during a restore only."""
@@ -90,8 +91,15 @@ class _Matcher:
         self.names = parameter_names(state)
 
     def match(self, key: str) -> None:
-        value, entry = self.state[key], self.catalog.entries[key]
+        value = self.state[key]
+        entry = adopt(self.catalog, key, value, self.names)
         kind, known = kind_of(value), len(self.plan.problems)
+        if entry["kind"] == TREE:
+            self.plan.problems.append(
+                f"mismatch: {key!r} is a {kind}, and what torch.distributed.checkpoint saved of it has other "
+                "parameters, groups or structure"
+            )
+            return
         if entry["kind"] != kind:
             self.plan.problems.append(f"mismatch: {key!r} is a {kind}, in the checkpoint a {entry['kind']}")
             return

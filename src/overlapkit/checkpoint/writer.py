@@ -8,6 +8,7 @@ training step would miss. Two threads take turns at it: one hashes while the oth
 
 import errno
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from overlapkit.checkpoint.codec import dump
 from overlapkit.checkpoint.disk import Disk, write_file
 from overlapkit.checkpoint.fileplan import BLOCK, PAGE, FilePlan
 from overlapkit.checkpoint.hashing import ALGORITHM, checksum
-from overlapkit.checkpoint.planner import Share
 from overlapkit.checkpoint.turns import take_turns
 from overlapkit.lane import Lane
 
@@ -27,16 +27,34 @@ VERSION = 2
 """1 had crc32 checksums, in each tensor's entry."""
 
 
+Bytes = Callable[[int, int], memoryview]
+"""The bytes of a file's data, from and to."""
+
+
+def held(memory: torch.Tensor) -> Bytes:
+    """The bytes of a staging buffer, uint8 (n,)."""
+    view = memoryview(memory.numpy().data)
+    return lambda start, stop: view[start:stop]
+
+
 def write_share(
-    disk: Disk, folder: Path, share: Share, memory: torch.Tensor, about: dict[str, Any], helper: Lane
+    disk: Disk,
+    folder: Path,
+    plan: FilePlan,
+    entries: dict[str, Any],
+    data: Bytes,
+    about: dict[str, Any],
+    helper: Lane,
 ) -> dict[str, dict[str, Any]]:
     """Write this rank's files and wait until they are on disk.
 
     Args:
         disk: The file system.
         folder: The checkpoint under its temporary name.
-        share: What is written.
-        memory: The tensors in host memory, uint8 (share.plan.nbytes,), on a page boundary.
+        plan: Where the tensors go.
+        entries: For each key of the state its kind and its typed JSON.
+        data: The tensors' bytes as they lie in the file, in memory that begins at a page; called by this
+            thread and by the helper's. What it returns is done with at the same thread's next call.
         about: step, rank, world and rng, for the part.
         helper: A thread that takes half of the writing.
 
@@ -47,13 +65,13 @@ def write_share(
     disk.make_folder(folder)
     files: dict[str, dict[str, Any]] = {}
     part = {"format": FORMAT, "version": VERSION, "hash": ALGORITHM, "block": BLOCK, **about, "file": None}
-    if share.plan.tensors:
+    if plan.tensors:
         name = f"{stem}.safetensors"
-        part["file"] = {"name": name, **_write_tensors(disk, folder / name, share.plan, memory, helper)}
+        part["file"] = {"name": name, **_write_tensors(disk, folder / name, plan, data, helper)}
         files[name] = {"bytes": part["file"]["bytes"]}
-    data = dump(part | {"state": share.entries, "tensors": share.plan.table}).encode()
-    write_file(disk, folder / f"{stem}.json", data)
-    files[f"{stem}.json"] = {"bytes": len(data), ALGORITHM: checksum(data)}
+    text = dump(part | {"state": entries, "tensors": plan.table}).encode()
+    write_file(disk, folder / f"{stem}.json", text)
+    files[f"{stem}.json"] = {"bytes": len(text), ALGORITHM: checksum(text)}
     disk.sync_folder(folder)
     return files
 
@@ -67,18 +85,17 @@ def _stem(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def _write_tensors(
-    disk: Disk, path: Path, plan: FilePlan, memory: torch.Tensor, helper: Lane
-) -> dict[str, Any]:
+def _write_tensors(disk: Disk, path: Path, plan: FilePlan, data: Bytes, helper: Lane) -> dict[str, Any]:
     """Write the safetensors file; return what the part says of it."""
-    data = memoryview(memory.numpy().data)
     sums: list[Any] = [None] * len(plan.blocks)
     with _File(disk, path) as file:
         file.write_cached(memoryview(plan.header), 0)
 
         def write(start: int, stop: int, first: int, last: int) -> None:
-            sums[first:last] = [checksum(data[a:b]) for a, b in plan.blocks[first:last]]
-            file.write(data[start:stop], len(plan.header) + start)
+            blocks = plan.blocks[first:last]
+            view = data(start, max([stop, *(end for _, end in blocks)]))
+            sums[first:last] = [checksum(view[a - start : b - start]) for a, b in blocks]
+            file.write(view[: stop - start], len(plan.header) + start)
 
         take_turns([partial(write, *group) for group in plan.groups], helper)
         file.sync()
