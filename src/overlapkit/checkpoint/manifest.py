@@ -57,8 +57,14 @@ def step_folders(root: Path) -> dict[int, Path]:
     """Folders by step, for everything named as a committed checkpoint, sound or not, ascending."""
     if not root.is_dir():
         return {}
-    found = {int(match[1]): path for path in root.iterdir() if (match := _STEP.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found) if is_ours(found[step])}
+    found = {step: path for path in root.iterdir() if (step := step_of(path)) is not None}
+    return {step: found[step] for step in sorted(found)}
+
+
+def step_of(folder: Path) -> int | None:
+    """The step of a folder that is, or was, a checkpoint of ours; None for any other."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match is not None and is_ours(folder) else None
 
 
 def is_ours(folder: Path) -> bool:

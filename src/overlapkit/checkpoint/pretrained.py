@@ -1,0 +1,263 @@
+"""load_pretrained: Hugging Face's safetensors into a model, each rank reading only its own bytes."""
+
+import contextlib
+import itertools
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from overlapkit.checkpoint.box import Box, local_part
+from overlapkit.checkpoint.casting import cast, castable
+from overlapkit.checkpoint.errors import MismatchError
+from overlapkit.checkpoint.layout import plain_name, unwrap
+from overlapkit.checkpoint.materialise import materialise, on_meta
+from overlapkit.checkpoint.pretrained_files import find_tensors
+from overlapkit.checkpoint.safetensors_file import Stored, open_plain, read_box, room
+from overlapkit.checkpoint.slices import row_slices
+
+_READERS = 4  # threads: a fast disk, or a network, wants several reads at once
+_SLICE = 16 << 20  # bytes that each of them holds; one row, where that is longer
+
+Rename = Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load_pretrained` has done.
+
+    Attributes:
+        missing: The model's names that the files have no value for; they keep what they had.
+        unexpected: The names in the files, renamed, that the model does not have.
+        nbytes: What this rank has read.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass
+class _Match:
+    """Which tensor in the files goes where.
+
+    Attributes:
+        pairs: The model's name and what the files have under it. Tied names come one after the other.
+        missing: Names that the files lack.
+        unexpected: Names that the model lacks.
+        unfit: What is there and does not fit, in words, by the model's name.
+    """
+
+    pairs: dict[str, Stored] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    unfit: dict[str, str] = field(default_factory=dict)
+
+
+def load_pretrained(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+    dtype: Literal["same", "cast"] = "same",
+    device: torch.device | str | int | None = None,
+) -> Loaded:
+    """Load pretrained weights in Hugging Face's layout, in place, into a model that may be sharded.
+
+    The model may be on the meta device, whole or in part, before or after `fully_shard`: what is there gets
+    memory here. Each rank reads the bytes of its own shards, and no others; ranks do not talk to each other,
+    so that some of them may call this alone. Beside the model, memory holds up to 64 MiB.
+
+    Names, shapes, dtypes and the files' headers are checked before anything is changed. A file that cannot be
+    read on later leaves the model with a part of its values. Extra state (`get_extra_state`) is left alone.
+
+    Args:
+        model: A module; wrappers (DistributedDataParallel, torch.compile) make no difference.
+        source: A folder with `model.safetensors`, or with `model.safetensors.index.json` and its files; or
+            one such file.
+        strict: Raise where names are missing or unexpected or shapes or dtypes differ; otherwise warn, and
+            load what fits. A name is not missing where the model ties it to another one that is there.
+        rename: Turns a name in the files into the model's; None in its place leaves that tensor out. Such
+            as `lambda name: name.removeprefix("model.")`.
+        dtype: "same": another dtype in the files than in the model is an error. "cast": it is cast, between
+            floating-point dtypes of 16 bits and more.
+        device: Where what is on the meta device gets its memory; None is the mesh's kind of device, without
+            a mesh the current accelerator, else the CPU.
+
+    Returns:
+        What was missing and unexpected, and how many bytes were read.
+
+    Raises:
+        FileNotFoundError: There are no such files.
+        DamagedCheckpoint: A file is cut short, contradicts itself or the index, or the index leads out of
+            its folder.
+        MismatchError: The weights do not fit; the message lists all names. Also where something on the meta
+            device would be left without a value: a name that is missing, a buffer that is not saved.
+        ValueError: An argument is wrong, or a value is too large for the model's dtype.
+    """
+    module = _check(model, dtype, device)
+    match = _match(module, _renamed(find_tensors(Path(source)), rename), dtype)
+    _judge(match, module, Path(source), strict)
+    if on_meta(module):
+        materialise(module, device)
+    targets = _targets(module)
+    groups: dict[int, list[str]] = {}
+    for name in match.pairs:
+        groups.setdefault(id(targets[name]), []).append(name)
+    jobs = [(targets[names[0]], [match.pairs[name] for name in names]) for names in groups.values()]
+    return Loaded(tuple(match.missing), tuple(match.unexpected), _load_all(jobs))
+
+
+def _check(model: object, dtype: str, device: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+    if dtype not in ("same", "cast"):
+        raise ValueError(f"dtype={dtype!r}: give 'same' or 'cast'; weights take the model's dtype")
+    module = unwrap(model)
+    if device is not None and not on_meta(module):
+        raise ValueError(f"device={device!r}: nothing of the model is on the meta device; use model.to()")
+    return module
+
+
+def _renamed(found: dict[str, Stored], rename: Rename | None) -> dict[str, Stored]:
+    made: dict[str, Stored] = {}
+    for old, stored in found.items():
+        new = rename(old) if rename is not None else old
+        if new is None:
+            continue
+        if new in made:
+            raise ValueError(f"rename: {made[new].name!r} and {old!r} both become {new!r}")
+        made[new] = stored
+    return made
+
+
+def _targets(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a state_dict saves, live, by name; FSDP2 shows its shards."""
+    state = module.state_dict(keep_vars=True)
+    return {
+        plain_name(name): tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, torch.Tensor) and name.rsplit(".", 1)[-1] != "_extra_state"
+    }
+
+
+def _match(module: nn.Module, found: dict[str, Stored], dtype: str) -> _Match:
+    targets, match = _targets(module), _Match()
+    match.unexpected += [name for name in found if name not in targets]
+    ties: dict[int, list[str]] = {}
+    for name, tensor in targets.items():
+        ties.setdefault(id(tensor), []).append(name)
+    for names in ties.values():
+        there = [name for name in names if name in found]
+        match.missing += names if not there else []
+        for name in there:
+            if (why := _unfit(targets[name], found[name], dtype)) is not None:
+                match.unfit[name] = f"mismatch: {name!r} {why}"
+            else:
+                match.pairs[name] = found[name]
+    return match
+
+
+def _unfit(target: torch.Tensor, stored: Stored, dtype: str) -> str | None:
+    if tuple(target.shape) != stored.shape:
+        return f"is {tuple(target.shape)}, in the file {stored.shape}"
+    if stored.dtype == target.dtype:
+        return None
+    kind = stored.kind if stored.dtype is None else stored.dtype
+    if stored.dtype is None or not (castable(stored.dtype) and castable(target.dtype)):
+        return f"is {target.dtype}, in the file {kind}, which cannot be cast to it"
+    return None if dtype == "cast" else f"is {target.dtype}, in the file {kind}; dtype='cast' casts it"
+
+
+def _judge(match: _Match, module: nn.Module, source: Path, strict: bool) -> None:
+    """Raise, or warn, where the weights do not fit.
+
+    Raises:
+        MismatchError: They do not, and `strict`, or something would be left without a value.
+    """
+    problems = [f"missing: {name!r}" for name in match.missing]
+    problems += [f"unexpected: {name!r}" for name in match.unexpected]
+    problems += match.unfit.values()
+    ties = {id(tensor) for name, tensor in _targets(module).items() if name in match.pairs}
+    empty = [name for name, tensor in on_meta(module).items() if id(tensor) not in ties]
+    if empty:
+        problems += [f"without a value: {plain_name(name)!r} is on the meta device" for name in empty]
+        problems.append(
+            "give these memory and values first (build a buffer on a real device, or call to_empty() and "
+            "initialise)"
+        )
+    if problems and (strict or empty):
+        lines = "".join(f"\n    {problem}" for problem in problems)
+        raise MismatchError(f"{source} does not fit the model; rename= translates names:{lines}")
+    if problems:
+        warnings.warn(f"{source} does not fit the model in full: {'; '.join(problems)}", stacklevel=3)
+
+
+def _load_all(jobs: Sequence[tuple[torch.Tensor, Sequence[Stored]]]) -> int:
+    with contextlib.ExitStack() as stack:
+        files: dict[Path, int] = {}
+        for path in dict.fromkeys(stored.path for _, sources in jobs for stored in sources):
+            files[path] = open_plain(path)
+            stack.callback(os.close, files[path])
+        pool = stack.enter_context(ThreadPoolExecutor(_READERS, thread_name_prefix="overlapkit-pretrained"))
+        targets, sources = zip(*jobs, strict=True) if jobs else ((), ())
+        try:
+            return sum(pool.map(_load, targets, sources, itertools.repeat(files)))
+        except BaseException as error:
+            error.add_note("the model has been loaded in part: load it anew before it is used")
+            raise
+
+
+def _load(target: torch.Tensor, sources: Sequence[Stored], files: dict[Path, int]) -> int:
+    """Fill one tensor; further sources, of names tied to the first, must say the same.
+
+    Returns:
+        The bytes read.
+
+    Raises:
+        MismatchError: They do not.
+    """
+    local, box = local_part(target, sources[0].name)
+    nbytes = 0
+    for stored in sources:
+        assert stored.dtype is not None
+        memory: torch.Tensor | None = None
+        for part in _parts(stored, box):
+            need = room(stored, part)
+            if memory is None:  # the first part is the longest
+                memory = torch.empty(need, dtype=torch.uint8, device="cpu")
+            values = cast(read_box(files[stored.path], stored, part, memory), local.dtype, stored.name)
+            place = local[part.inside(box)]
+            if stored is sources[0]:
+                place.copy_(values)
+            elif not torch.equal(_bits(place.to(values.device)), _bits(values)):  # a NaN is the same NaN
+                raise MismatchError(
+                    f"{sources[0].name!r} and {stored.name!r} are one tensor in the model, and differ in the "
+                    "files: untie them, or leave one out with rename="
+                )
+            nbytes += need
+    return nbytes
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).view(torch.uint8)
+
+
+def _parts(stored: Stored, box: Box) -> list[Box]:
+    """A box in parts of whole rows, of about `_SLICE` bytes to read each."""
+    assert stored.dtype is not None
+    if not box.numel:
+        return []
+    limit = math.ceil(_SLICE * box.numel * stored.dtype.itemsize / room(stored, box))
+    parts = row_slices(box.shape, stored.dtype.itemsize, limit)
+    return [
+        Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape) for part in parts
+    ]
