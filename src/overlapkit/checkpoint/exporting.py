@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 _TEMPORARY = ".overlapkit-export"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
-_order = {dtype: place for place, dtype in enumerate(DTYPES)}
+_PLACE = {dtype: place for place, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True)
@@ -191,17 +191,17 @@ def _place(disk: Disk, temporary: Path, folder: Path, names: list[str]) -> list[
         for name in names:
             disk.rename(temporary / name, folder / name)
             placed.append(folder / name)
+        disk.sync_folder(folder)
     except BaseException:
         for path in placed:
             path.unlink(missing_ok=True)
         raise
-    disk.sync_folder(folder)
     return placed
 
 
 def _write(disk: Disk, path: Path, rows: list[_Row], tied: dict[str, str], count: Count) -> None:
     """One safetensors file, a slice at a time."""
-    rows = sorted(rows, key=lambda row: _order[row.dtype])  # wide dtypes first keeps every tensor aligned
+    rows = sorted(rows, key=lambda row: _PLACE[row.dtype])  # wide dtypes first keeps every tensor aligned
     fd = disk.create(path)
     try:
         with Reader() as reader:
