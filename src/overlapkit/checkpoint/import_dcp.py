@@ -212,10 +212,14 @@ def _put(tree: dict[Any, Any], path: tuple[Any, ...], leaf: Any, folder: Path) -
 
 def _overlap(boxes: list[Box]) -> bool:
     """Whether two of them cover the same element."""
-    ordered = sorted(box for box in boxes if box.shape)
+    dims = range(len(boxes[0].shape)) if len(boxes) > 1 else ()
+    if not dims:
+        return False
+    along = max(dims, key=lambda dim: len({box.offset[dim] for box in boxes}))  # that they are cut along most
+    ordered = sorted(boxes, key=lambda box: box.offset[along])
     for number, box in enumerate(ordered, start=1):
         for other in ordered[number:]:
-            if other.offset[0] >= box.offset[0] + box.shape[0]:
+            if other.offset[along] >= box.offset[along] + box.shape[along]:
                 break
             if box.meet(other) is not None:
                 return True

@@ -57,6 +57,7 @@ def translate(
             raise ValueError(f"{name}= has {unknown[0]!r}: the keys imported are {list(state)}")
     found = Foreign()
     kind_of = {key: kinds.get(key) or _guess(value) for key, value in state.items()}
+    _check_not_flat({key: state[key] for key in state if key not in kinds})
     modules = {key: _module(key, state[key]) for key, kind in kind_of.items() if kind == "module"}
     for key, kind in kind_of.items():
         value, path = modules.get(key, state[key]), root(key)
@@ -102,6 +103,17 @@ def _guess(value: Any) -> Kind:
     if value and all(isinstance(item, torch.Tensor) for item in value.values()):
         return "module"
     return "object"
+
+
+def _check_not_flat(state: dict[str, Any]) -> None:
+    """Refuse optimizers flattened by DCP (torchtitan's are): their groups and order cannot be known."""
+    for key, value in state.items():
+        names = [str(name) for name in value] if isinstance(value, dict) else []
+        if names and all(name.startswith(("state.", "param_groups.")) for name in names):
+            raise ValueError(
+                f"{key!r} is an optimizer saved with flatten_optimizer_state_dict=True, which keeps neither "
+                "its groups nor their order; leave it out with keys="
+            )
 
 
 def _module(key: str, value: Any) -> dict[str, Any]:

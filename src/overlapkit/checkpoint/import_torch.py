@@ -94,12 +94,12 @@ def load(file: Path | bytes, what: str) -> Any:
     except pickle.UnpicklingError as error:
         if not zipped:
             raise DamagedCheckpoint(f"{what}: was not written by torch.save, or is damaged") from error
-        reason = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error))
+        reason = next((line for line in str(error).splitlines() if "nsupported" in line), str(error))
         raise TypeError(
             f"{what} holds more than tensors and plain values, which would have to be unpickled (and pickles "
             f"can run anything): {reason.strip()}"
         ) from error
-    except (RuntimeError, EOFError, LookupError, ValueError, AttributeError) as error:
+    except (RuntimeError, OSError, EOFError, LookupError, ValueError, AttributeError) as error:
         raise DamagedCheckpoint(f"{what}: torch.load cannot read it ({error})") from error
 
 
