@@ -1,11 +1,13 @@
 """The command line: exit status, plain and JSON output, tables and bars on a terminal only."""
 
+import importlib
 import io
 import json
 import os
 import pty
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from overlapkit.checkpoint import Checkpointer, tables
-from overlapkit.cli import app
+from overlapkit.cli import app, main
 from tests.checkpoint.loop import build, train_step
 
 ROOT = Path(__file__).parent.parent
@@ -199,6 +201,12 @@ def run(*words, **more):
     }
     command = [sys.executable, "-m", "overlapkit.cli", *map(str, words)]
     return subprocess.Popen(command, env=env, cwd=ROOT, **more)
+
+
+def test_the_command_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["overlapkit"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
 
 
 def test_a_closed_pipe_is_no_traceback(sound):

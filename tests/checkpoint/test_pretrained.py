@@ -269,21 +269,38 @@ def test_the_fewest_reads_that_make_up_a_box():
     assert list(runs((2, 3), Box((0, 0), (0, 3)), 1)) == []
 
 
-def test_memory_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("overlapkit.checkpoint.pretrained._SLICE", 256)
-    taken = []
-    preadv = os.preadv
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_bounded(tmp_path, monkeypatch, dtype):
+    """Reads of 256 bytes where rows are shorter: into the tensor's own memory, or into a buffer to be cast."""
+    monkeypatch.setattr("overlapkit.checkpoint.pretrained_fill._SLICE", 256)
+    taken, made = [], []
+    preadv, empty = os.preadv, torch.empty
 
-    def looking(fd, views, offset):
+    def reading(fd, views, offset):
         taken.append(sum(view.nbytes for view in views))
         return preadv(fd, views, offset)
 
-    monkeypatch.setattr(os, "preadv", looking)
-    truth, model = nn.Linear(10, 300), nn.Linear(10, 300)
+    def making(*size, **more):
+        made.append(empty(*size, **more))
+        return made[-1]
+
+    truth, model = nn.Linear(10, 300), nn.Linear(10, 300, dtype=dtype)
     save_file(truth.state_dict(), tmp_path / "a.safetensors")
-    load_pretrained(model, tmp_path / "a.safetensors")
+    monkeypatch.setattr(os, "preadv", reading)
+    monkeypatch.setattr(torch, "empty", making)
+    load_pretrained(model, tmp_path / "a.safetensors", dtype="cast")
     assert max(taken) == 256
-    assert torch.equal(model.weight, truth.weight)
+    assert sum(tensor.nbytes for tensor in made) <= 4 * 256
+    assert torch.equal(model.weight, truth.weight.to(dtype))
+
+
+def test_a_loaded_parameter_has_changed_to_whoever_looks(tmp_path):
+    """Autograd, and a save that is being staged, tell a change by the version."""
+    model = nn.Linear(3, 2)
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    before = model.weight._version
+    load_pretrained(model, tmp_path / "a.safetensors")
+    assert model.weight._version > before
 
 
 # --- what does not fit

@@ -1,12 +1,8 @@
 """load_pretrained: Hugging Face's safetensors into a model, each rank reading only its own bytes."""
 
-import contextlib
-import itertools
-import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,17 +10,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from overlapkit.checkpoint.box import Box, local_part
-from overlapkit.checkpoint.casting import cast, castable
+from overlapkit.checkpoint.box import local_part
+from overlapkit.checkpoint.casting import castable
 from overlapkit.checkpoint.errors import MismatchError
 from overlapkit.checkpoint.layout import plain_name, unwrap
 from overlapkit.checkpoint.materialise import materialise, on_meta
 from overlapkit.checkpoint.pretrained_files import find_tensors
-from overlapkit.checkpoint.safetensors_file import Stored, open_plain, read_box, room
-from overlapkit.checkpoint.slices import row_slices
-
-_READERS = 4  # threads: a fast disk, or a network, wants several reads at once
-_SLICE = 16 << 20  # bytes that each of them holds; one row, where that is longer
+from overlapkit.checkpoint.pretrained_fill import Job, fill
+from overlapkit.checkpoint.safetensors_file import Stored
 
 Rename = Callable[[str], str | None]
 
@@ -72,9 +65,9 @@ def load_pretrained(
 ) -> Loaded:
     """Load pretrained weights in Hugging Face's layout, in place, into a model that may be sharded.
 
-    The model may be on the meta device, whole or in part, before or after `fully_shard`: what is there gets
-    memory here. Each rank reads the bytes of its own shards, and no others; ranks do not talk to each other,
-    so that some of them may call this alone. Beside the model, memory holds up to 64 MiB.
+    The model may be on the meta device, whole or in part, sharded by `fully_shard` or not: what is there gets
+    memory here. Each rank reads the bytes of its own shards, and no others. Ranks do not talk to each other,
+    so that some of them may call this alone. Memory beside the model is 16 MiB, or four rows of a tensor.
 
     Names, shapes, dtypes and the files' headers are checked before anything is changed. A file that cannot be
     read on later leaves the model with a part of its values. Extra state (`get_extra_state`) is left alone.
@@ -109,11 +102,13 @@ def load_pretrained(
     if on_meta(module):
         materialise(module, device)
     targets = _targets(module)
-    groups: dict[int, list[str]] = {}
-    for name in match.pairs:
-        groups.setdefault(id(targets[name]), []).append(name)
-    jobs = [(targets[names[0]], [match.pairs[name] for name in names]) for names in groups.values()]
-    return Loaded(tuple(match.missing), tuple(match.unexpected), _load_all(jobs))
+    jobs: dict[int, Job] = {}
+    for name, stored in match.pairs.items():
+        target = targets[name]
+        if id(target) not in jobs:
+            jobs[id(target)] = Job(*local_part(target, name), [])
+        jobs[id(target)].sources.append(stored)
+    return Loaded(tuple(match.missing), tuple(match.unexpected), fill(list(jobs.values())))
 
 
 def _check(model: object, dtype: str, device: object) -> nn.Module:
@@ -199,65 +194,3 @@ def _judge(match: _Match, module: nn.Module, source: Path, strict: bool) -> None
         raise MismatchError(f"{source} does not fit the model; rename= translates names:{lines}")
     if problems:
         warnings.warn(f"{source} does not fit the model in full: {'; '.join(problems)}", stacklevel=3)
-
-
-def _load_all(jobs: Sequence[tuple[torch.Tensor, Sequence[Stored]]]) -> int:
-    with contextlib.ExitStack() as stack:
-        files: dict[Path, int] = {}
-        for path in dict.fromkeys(stored.path for _, sources in jobs for stored in sources):
-            files[path] = open_plain(path)
-            stack.callback(os.close, files[path])
-        pool = stack.enter_context(ThreadPoolExecutor(_READERS, thread_name_prefix="overlapkit-pretrained"))
-        targets, sources = zip(*jobs, strict=True) if jobs else ((), ())
-        try:
-            return sum(pool.map(_load, targets, sources, itertools.repeat(files)))
-        except BaseException as error:
-            error.add_note("the model has been loaded in part: load it anew before it is used")
-            raise
-
-
-def _load(target: torch.Tensor, sources: Sequence[Stored], files: dict[Path, int]) -> int:
-    """Fill one tensor; further sources, of names tied to the first, must say the same.
-
-    Returns:
-        The bytes read.
-
-    Raises:
-        MismatchError: They do not.
-    """
-    local, box = local_part(target, sources[0].name)
-    nbytes = 0
-    for stored in sources:
-        assert stored.dtype is not None
-        memory: torch.Tensor | None = None
-        for part in _parts(stored, box):
-            need = room(stored, part)
-            if memory is None:  # the first part is the longest
-                memory = torch.empty(need, dtype=torch.uint8, device="cpu")
-            values = cast(read_box(files[stored.path], stored, part, memory), local.dtype, stored.name)
-            place = local[part.inside(box)]
-            if stored is sources[0]:
-                place.copy_(values)
-            elif not torch.equal(_bits(place.to(values.device)), _bits(values)):  # a NaN is the same NaN
-                raise MismatchError(
-                    f"{sources[0].name!r} and {stored.name!r} are one tensor in the model, and differ in the "
-                    "files: untie them, or leave one out with rename="
-                )
-            nbytes += need
-    return nbytes
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).view(torch.uint8)
-
-
-def _parts(stored: Stored, box: Box) -> list[Box]:
-    """A box in parts of whole rows, of about `_SLICE` bytes to read each."""
-    assert stored.dtype is not None
-    if not box.numel:
-        return []
-    limit = math.ceil(_SLICE * box.numel * stored.dtype.itemsize / room(stored, box))
-    parts = row_slices(box.shape, stored.dtype.itemsize, limit)
-    return [
-        Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape) for part in parts
-    ]
