@@ -142,7 +142,7 @@ def export(
     with _exit_status():
         from overlapkit.checkpoint import export as write
         from overlapkit.checkpoint import tables
-        from overlapkit.checkpoint.casting import NAMES
+        from overlapkit.checkpoint.exchange.casting import NAMES
 
         if dtype is not None and dtype not in NAMES:
             raise ValueError(f"--dtype {dtype}: give one of {', '.join(NAMES)}")

@@ -4,10 +4,10 @@ from overlapkit.checkpoint.checkpointer import Checkpointer
 from overlapkit.checkpoint.contents import Contents, TensorEntry, describe
 from overlapkit.checkpoint.differences import Difference, TensorDifference, diff
 from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint, MismatchError, RankFailed
-from overlapkit.checkpoint.exporting import Exported, export
-from overlapkit.checkpoint.importing import import_checkpoint
+from overlapkit.checkpoint.exchange.exporting import Exported, export
+from overlapkit.checkpoint.exchange.importing import import_checkpoint
+from overlapkit.checkpoint.exchange.pretrained import Loaded, load_pretrained
 from overlapkit.checkpoint.listing import Listed, list_checkpoints
-from overlapkit.checkpoint.pretrained import Loaded, load_pretrained
 from overlapkit.checkpoint.save import Save
 from overlapkit.checkpoint.verification import Damage, verify
 

@@ -4,34 +4,12 @@ import io
 import pickle
 import zipfile
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.errors import DamagedCheckpoint
-
-
-class Source(Protocol):
-    """A foreign checkpoint.
-
-    Attributes:
-        text_keys: Whether its writer has made text of all dict keys.
-    """
-
-    text_keys: bool
-
-    def keys(self) -> list[str]:
-        """The keys of the state that it holds."""
-
-    def state(self, keys: list[str]) -> dict[str, Any]:
-        """Some keys of the state. Its tensors may be without data, on the meta device."""
-
-    def sharded(self, tensor: torch.Tensor) -> bool:
-        """Whether several ranks have written one of these tensors."""
-
-    def read(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        """A part of one of these tensors, in host memory."""
 
 
 class TorchFile:
@@ -54,19 +32,19 @@ class TorchFile:
         self._state = found
 
     def keys(self) -> list[str]:
-        """See `Source`."""
+        """See `foreign.Source`."""
         return list(self._state)
 
     def state(self, keys: list[str]) -> dict[str, Any]:
-        """See `Source`."""
+        """See `foreign.Source`."""
         return {key: self._state[key] for key in keys}
 
     def sharded(self, tensor: torch.Tensor) -> bool:
-        """See `Source`."""
+        """See `foreign.Source`."""
         return False
 
     def read(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        """See `Source`."""
+        """See `foreign.Source`."""
         return cut(tensor, box)
 
 

@@ -2,18 +2,40 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
+from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.codec import encode, join, root
-from overlapkit.checkpoint.import_torch import Source
 from overlapkit.checkpoint.layout import DTYPES, plain_name
 
 Kind = Literal["module", "optimizer", "object", "tensor", "value"]
 KINDS = ("module", "optimizer", "object", "tensor", "value")
 LOOSE = "model"
 """The key of a state_dict that was saved alone, not under a key."""
+
+
+class Source(Protocol):
+    """A foreign checkpoint.
+
+    Attributes:
+        text_keys: Whether its writer has made text of all dict keys.
+    """
+
+    text_keys: bool
+
+    def keys(self) -> list[str]:
+        """The keys of the state that it holds."""
+
+    def state(self, keys: list[str]) -> dict[str, Any]:
+        """Some keys of the state. Its tensors may be without data, on the meta device."""
+
+    def sharded(self, tensor: torch.Tensor) -> bool:
+        """Whether several ranks have written one of these tensors."""
+
+    def read(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
+        """A part of one of these tensors, in host memory."""
 
 
 @dataclass

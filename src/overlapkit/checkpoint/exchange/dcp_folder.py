@@ -14,7 +14,7 @@ import torch
 
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.errors import DamagedCheckpoint
-from overlapkit.checkpoint.import_torch import cut, load
+from overlapkit.checkpoint.exchange.torch_file import cut, load
 
 METADATA = ".metadata"
 _LIMIT = 1 << 30  # bytes of metadata that are read: far beyond any job's
@@ -103,11 +103,11 @@ class DcpFolder:
             raise DamagedCheckpoint(f"{folder / METADATA}: not DCP's metadata ({error!r})") from error
 
     def keys(self) -> list[str]:
-        """See `Source`."""
+        """See `foreign.Source`."""
         return list(dict.fromkeys(path[0] for path in self._paths.values()))
 
     def state(self, keys: list[str]) -> dict[str, Any]:
-        """See `Source`. What is no tensor is read here."""
+        """See `foreign.Source`. What is no tensor is read here."""
         tree: dict[Any, Any] = {}
         for name, path in self._paths.items():
             if path[0] in keys:
@@ -115,11 +115,11 @@ class DcpFolder:
         return {key: _with_lists(tree[key], self._folder) for key in keys}
 
     def sharded(self, tensor: torch.Tensor) -> bool:
-        """See `Source`."""
+        """See `foreign.Source`."""
         return len(self._shards.get(id(tensor), ())) > 1
 
     def read(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        """See `Source`."""
+        """See `foreign.Source`."""
         shards = self._shards.get(id(tensor))
         if shards is None:
             return cut(tensor, box)  # it came inside an item that is no tensor itself

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from overlapkit.checkpoint.casting import cast, castable, check_cast
 from overlapkit.checkpoint.disk import Disk, write_file
+from overlapkit.checkpoint.exchange.casting import cast, castable, check_cast
+from overlapkit.checkpoint.exchange.weights import find_weights
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.layout import DTYPES
 from overlapkit.checkpoint.manifest import read_manifest
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Catalog, Reader, Saved
 from overlapkit.checkpoint.slices import read_slices
-from overlapkit.checkpoint.weights import find_weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

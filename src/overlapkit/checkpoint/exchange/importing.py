@@ -10,9 +10,9 @@ import torch
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.commit import RunLock, commit
 from overlapkit.checkpoint.disk import Disk
-from overlapkit.checkpoint.import_dcp import METADATA, DcpFolder
-from overlapkit.checkpoint.import_state import KINDS, Foreign, Kind, translate
-from overlapkit.checkpoint.import_torch import Source, TorchFile
+from overlapkit.checkpoint.exchange.dcp_folder import METADATA, DcpFolder
+from overlapkit.checkpoint.exchange.foreign import KINDS, Foreign, Kind, Source, translate
+from overlapkit.checkpoint.exchange.torch_file import TorchFile
 from overlapkit.checkpoint.layout import Inventory, Piece
 from overlapkit.checkpoint.manifest import step_name
 from overlapkit.checkpoint.opening import check_step, open_directory

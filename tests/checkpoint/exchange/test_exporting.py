@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from overlapkit.checkpoint import Checkpointer, DamagedCheckpoint, export
 from overlapkit.checkpoint.disk import Disk
-from overlapkit.checkpoint.exporting import parse_size
+from overlapkit.checkpoint.exchange.exporting import parse_size
 from overlapkit.checkpoint.reader import Reader
 from tests.checkpoint.test_distributed import full, sharded, step
 from tests.ranks import run_ranks
@@ -276,7 +276,7 @@ for _name in ("create", "write", "sync", "sync_folder", "rename"):
 
 def test_a_failure_anywhere_leaves_nothing(tmp_path, model, run, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr("overlapkit.checkpoint.exporting.Disk", Failing)
+    monkeypatch.setattr("overlapkit.checkpoint.exchange.exporting.Disk", Failing)
     for at in range(1, 100):
         Failing.left = at
         try:

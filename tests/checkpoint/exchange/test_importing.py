@@ -176,7 +176,7 @@ def exact(tensor):
 
 def test_memory_is_bounded_by_parts(tmp_path, monkeypatch):
     """Many parts, large tensors in slices, none of them in memory together; any world size reads them."""
-    monkeypatch.setattr("overlapkit.checkpoint.importing.SHARE", 1000)
+    monkeypatch.setattr("overlapkit.checkpoint.exchange.importing.SHARE", 1000)
     torch.manual_seed(0)
     model, other = (
         nn.Sequential(nn.Linear(10, 100), nn.Linear(100, 3), nn.Linear(400, 1, bias=False)) for _ in range(2)
@@ -240,7 +240,7 @@ def test_a_dcp_folder_of_any_world_is_read_by_any_world(tmp_path, monkeypatch, w
         truth = saved_by_dcp(0, tmp_path / "dcp")
     else:
         truth = run_ranks(writers, saved_by_dcp, tmp_path / "dcp")[0]
-    monkeypatch.setattr("overlapkit.checkpoint.importing.SHARE", 60)
+    monkeypatch.setattr("overlapkit.checkpoint.exchange.importing.SHARE", 60)
     path = import_checkpoint(tmp_path / "dcp", tmp_path / "run", step=2)
     verify(path)
     for found, extra in [read_import(0, tmp_path / "run"), *run_ranks(2, read_import, tmp_path / "run")]:

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from overlapkit.checkpoint.box import Box
-from overlapkit.checkpoint.casting import cast
 from overlapkit.checkpoint.errors import MismatchError
-from overlapkit.checkpoint.safetensors_file import Stored, open_plain, read_box, room
+from overlapkit.checkpoint.exchange.casting import cast
+from overlapkit.checkpoint.exchange.safetensors_file import Stored, open_plain, read_box, room
 from overlapkit.checkpoint.slices import row_slices
 
 _READERS = 4  # threads: a fast disk, or a network, wants several reads at once

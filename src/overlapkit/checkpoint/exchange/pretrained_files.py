@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint.errors import DamagedCheckpoint
-from overlapkit.checkpoint.exporting import INDEX, SINGLE
-from overlapkit.checkpoint.safetensors_file import Stored, read_header
+from overlapkit.checkpoint.exchange.exporting import INDEX, SINGLE
+from overlapkit.checkpoint.exchange.safetensors_file import Stored, read_header
 
 _LONGEST = 100_000_000  # bytes of an index
 
