@@ -74,7 +74,9 @@ def test_ls_of_damage_has_status_1(damaged, tmp_path):
     (damaged / "step-1" / "rank-00000.json").unlink()
     out = call("ls", damaged, "--json", status=1)[0]
     assert [one["state"] for one in json.loads(out)] == ["damaged", "committed"]
-    assert call("ls", tmp_path)[0].splitlines()[1:] == []
+    out, errors = call("ls", tmp_path)
+    assert (out.count("\n"), errors) == (1, f"{tmp_path} holds no checkpoint\n")
+    assert "holds no checkpoint" in call("verify", tmp_path, "--all", status=2)[1]
 
 
 def test_show(sound):
@@ -115,6 +117,7 @@ def test_verify(sound, damaged):
     }
     assert found == [{"folder": str(damaged / "step-2"), "sound": False, "damage": [place]}]
     assert "not both" in call("verify", damaged, 1, "--all", status=2)[1]
+    assert call("verify", sound / "step-2", "--all")[0] == f"{sound}/step-2\tsound\n"
 
 
 def test_diff(sound, damaged, tmp_path):

@@ -50,6 +50,8 @@ def ls(
             tables.print_json(tables.list_as_json(found))
         else:
             tables.print_list(found)
+            if not found:
+                _complain(f"{directory} holds no checkpoint")
             for listed in found:
                 if listed.damage is not None:
                     _complain(listed.damage)
@@ -90,7 +92,7 @@ def verify(
         if every and step is not None:
             raise ValueError(f"give step {step} or --all, not both")
         if every:
-            folders = [listed.folder for listed in list_checkpoints(where)]
+            folders = [listed.folder for listed in list_checkpoints(where)] or [find_checkpoint(where)]
         else:
             folders = [find_checkpoint(where, "latest" if step is None else step)]
         results = {}

@@ -15,7 +15,7 @@ from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.manifest import Manifest, read_manifest
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Catalog, Reader, Saved
-from overlapkit.checkpoint.slices import read_slices
+from overlapkit.checkpoint.slices import SliceReader
 
 _AT_ONCE = 1 << 20  # elements compared at once: what differs is taken out in float64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -146,18 +146,19 @@ def _compare_all(
 ) -> Iterator[TensorDifference]:
     count = Count(sum(math.prod(a.shape) * a.dtype.itemsize for _, a, _ in pairs), progress)
     with Reader() as reader:
+        sides = SliceReader(reader), SliceReader(reader)
         for name, a, b in pairs:
             differing: int | None = None
             max_abs: float | None = None
             if (a.dtype, a.shape) == (b.dtype, b.shape):
-                differing, max_abs = _compare(a, b, reader, count)
+                differing, max_abs = _compare(sides[0].read(a), sides[1].read(b), count)
             if differing != 0:
                 yield TensorDifference(name, (a.dtype, b.dtype), (a.shape, b.shape), differing, max_abs)
 
 
-def _compare(a: Saved, b: Saved, reader: Reader, count: Count) -> tuple[int, float]:
+def _compare(a: Iterator[torch.Tensor], b: Iterator[torch.Tensor], count: Count) -> tuple[int, float]:
     differing, max_abs = 0, 0.0
-    for one, other in zip(read_slices(reader, a), read_slices(reader, b), strict=True):
+    for one, other in zip(a, b, strict=True):
         for x, y in zip(one.view(-1).split(_AT_ONCE), other.view(-1).split(_AT_ONCE), strict=True):
             bits = _BITS[x.element_size()]
             unequal = x.view(bits) != y.view(bits)

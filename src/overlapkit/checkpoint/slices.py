@@ -27,16 +27,23 @@ def row_slices(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Bo
         yield Box((start, *[0] * rest), (min(rows, shape[0] - start), *shape[1:]))
 
 
-def read_slices(reader: Reader, saved: Saved) -> Iterator[torch.Tensor]:
-    """The values of a tensor, slice by slice, each checked; a slice is valid until the next one.
+class SliceReader:
+    """Reads tensors of one checkpoint, slice by slice, into one buffer."""
 
-    Raises:
-        DamagedCheckpoint: A checksum differs.
-    """
-    memory: torch.Tensor | None = None
-    for box in row_slices(saved.shape, saved.dtype.itemsize, SLICE):
-        if memory is None:  # the first slice is the longest
-            memory = torch.empty(box.numel, dtype=saved.dtype, device="cpu")
-        target = memory[: box.numel].view(box.shape)
-        reader.fill(target, box, saved)
-        yield target
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def read(self, saved: Saved) -> Iterator[torch.Tensor]:
+        """The values of a tensor, in order, each checked; a slice is valid until the next one.
+
+        Raises:
+            DamagedCheckpoint: A checksum differs.
+        """
+        for box in row_slices(saved.shape, saved.dtype.itemsize, SLICE):
+            nbytes = box.numel * saved.dtype.itemsize
+            if nbytes > self._memory.numel():
+                self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            target = self._memory[:nbytes].view(saved.dtype).view(box.shape)
+            self._reader.fill(target, box, saved)
+            yield target

@@ -175,7 +175,7 @@ def test_prefixes_of_wrappers_are_gone(tmp_path, model):
 
 def test_names_that_become_one_are_an_error(tmp_path):
     run = save(tmp_path / "run", {"m": {"a._orig_mod.b": torch.ones(1), "a.b": torch.zeros(1)}})
-    with pytest.raises(ValueError, match=r"a\.b.*the same without their prefixes"):
+    with pytest.raises(ValueError, match=r"a\.b.*the same without their wrappers"):
         export(run, tmp_path / "out", only="m")
 
 

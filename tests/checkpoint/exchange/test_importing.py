@@ -118,6 +118,7 @@ def test_keys_select_and_rename_and_kinds_decide(tmp_path):
         ({"kinds": {"nope": "value"}}, "kinds= has 'nope'"),
         ({"kinds": {"args": "table"}}, "kinds= has 'table': give one of"),
         ({"kinds": {"args": "optimizer"}}, "no optimizer's state_dict"),
+        ({"kinds": {"args": "tensor"}}, "'args' is a tensor, but it is a dict"),
         ({"parameters": {"nope": []}}, "parameters= has 'nope'"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -448,6 +448,8 @@ def test_arguments(tmp_path):
         load_pretrained(filled(9), folder, device="cpu")
     with pytest.raises(ValueError, match="device='tpu'"):
         load_pretrained(on_meta(), folder, device="tpu")
+    with pytest.raises(TypeError, match="rename is a dict: give a function"):
+        load_pretrained(on_meta(), folder, rename={})
     with pytest.raises(TypeError, match="model is a dict"):
         load_pretrained({}, folder)
     model = on_meta()

@@ -7,6 +7,7 @@ data files were written by torch.save, and are read with weights_only=True.
 
 import math
 import pickle
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +107,7 @@ class DcpFolder:
         """See `foreign.Source`."""
         return list(dict.fromkeys(path[0] for path in self._paths.values()))
 
-    def state(self, keys: list[str]) -> dict[str, Any]:
+    def state(self, keys: Collection[str]) -> dict[str, Any]:
         """See `foreign.Source`. What is no tensor is read here."""
         tree: dict[Any, Any] = {}
         for name, path in self._paths.items():

@@ -20,7 +20,7 @@ from overlapkit.checkpoint.layout import DTYPES
 from overlapkit.checkpoint.manifest import read_manifest
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Catalog, Reader, Saved
-from overlapkit.checkpoint.slices import read_slices
+from overlapkit.checkpoint.slices import SliceReader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -84,7 +84,7 @@ def export(
         where: A directory of checkpoints, or the folder of one.
         out: A folder; made if it does not exist. It may hold other files (a config.json).
         step: Which checkpoint; "latest" is the one of the highest step.
-        only: The key of the state to export: a module, or a dict of tensors. None is the only module there.
+        only: The key of the state to export: a module, or a dict of tensors (rank 0's). None: the one module.
         dtype: Cast tensors of 16, 32 and 64 bit floating point to this; None leaves them as they are.
         shard_size: The most tensor bytes in one file: a number, or such as "5GB" (10**9) or "4GiB" (2**30).
             A longer tensor has a file of its own.
@@ -192,6 +192,7 @@ def _place(disk: Disk, temporary: Path, folder: Path, names: list[str]) -> list[
             disk.rename(temporary / name, folder / name)
             placed.append(folder / name)
         disk.sync_folder(folder)
+        disk.sync_folder(folder.parent)
     except BaseException:
         for path in placed:
             path.unlink(missing_ok=True)
@@ -205,9 +206,10 @@ def _write(disk: Disk, path: Path, rows: list[_Row], tied: dict[str, str], count
     fd = disk.create(path)
     try:
         with Reader() as reader:
+            slices = SliceReader(reader)
             disk.write(fd, [memoryview(_header(rows, tied))])
             for row in rows:
-                for values in read_slices(reader, row.saved):
+                for values in slices.read(row.saved):
                     made = cast(values, row.dtype, row.name) if row.dtype != values.dtype else values
                     data = made.reshape(-1).view(torch.uint8).numpy().data
                     disk.write(fd, [memoryview(data)])
@@ -219,9 +221,7 @@ def _write(disk: Disk, path: Path, rows: list[_Row], tied: dict[str, str], count
 
 def _header(rows: list[_Row], tied: dict[str, str]) -> bytes:
     inside = {row.name for row in rows}
-    metadata = {
-        name: kept for name, kept in tied.items() if kept in inside
-    }  # as safetensors' save_model does
+    metadata = {name: kept for name, kept in tied.items() if kept in inside}  # as safetensors' save_model
     table: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     at = 0
     for row in rows:

@@ -1,14 +1,16 @@
 """What another library has saved, as a state of ours: which key is a module, which an optimizer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import nn
 
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.codec import encode, join, root
-from overlapkit.checkpoint.layout import DTYPES, plain_name
+from overlapkit.checkpoint.exchange.names import own_names
+from overlapkit.checkpoint.layout import DTYPES
 
 Kind = Literal["module", "optimizer", "object", "tensor", "value"]
 KINDS = ("module", "optimizer", "object", "tensor", "value")
@@ -28,7 +30,7 @@ class Source(Protocol):
     def keys(self) -> list[str]:
         """The keys of the state that it holds."""
 
-    def state(self, keys: list[str]) -> dict[str, Any]:
+    def state(self, keys: Collection[str]) -> dict[str, Any]:
         """Some keys of the state. Its tensors may be without data, on the meta device."""
 
     def sharded(self, tensor: torch.Tensor) -> bool:
@@ -52,10 +54,11 @@ class Foreign:
 
     def keep(self, path: str, tensor: torch.Tensor) -> str:
         """Take a tensor up, under its path."""
-        if tensor.layout != torch.strided or tensor.dtype not in DTYPES or tensor.is_quantized:
+        plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        if not plain or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
             raise TypeError(
-                f"{path!r} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which cannot be "
-                "kept; leave its key out with keys="
+                f"{path!r} is a {type(tensor).__name__} of dtype {tensor.dtype} and layout {tensor.layout}, "
+                "which cannot be kept; leave its key out with keys="
             )
         self.tensors[path] = tensor
         return path
@@ -79,6 +82,9 @@ def translate(
             raise ValueError(f"{name}= has {unknown[0]!r}: the keys imported are {list(state)}")
     found = Foreign()
     kind_of = {key: kinds.get(key) or _guess(value) for key, value in state.items()}
+    if wrong := [key for key, kind in kinds.items() if kind == "tensor" and _guess(state[key]) != kind]:
+        kind_there = type(state[wrong[0]]).__name__
+        raise ValueError(f"kinds= says that {wrong[0]!r} is a tensor, but it is a {kind_there}")
     _check_not_flat({key: state[key] for key in state if key not in kinds})
     modules = {key: _module(key, state[key]) for key, kind in kind_of.items() if kind == "module"}
     for key, kind in kind_of.items():
@@ -94,15 +100,15 @@ def translate(
 
 
 def _take(source: Source, keys: Mapping[str, str] | None) -> dict[str, Any]:
-    there = source.keys()
+    there = dict.fromkeys(source.keys())
     if keys is None:
         return _gather(source.state(there))
     if unknown := [key for key in keys if key not in there]:
-        shown = f"{there[:20]}{' ...' if len(there) > 20 else ''}"
+        shown = f"{list(there)[:20]}{' ...' if len(there) > 20 else ''}"
         raise ValueError(f"keys={list(keys)}: the source has no {unknown[0]!r}, but {shown}")
     if len(set(keys.values())) != len(keys):
         raise ValueError(f"keys={dict(keys)}: two keys get the same name")
-    state = source.state(list(keys))
+    state = source.state(keys)
     return {keys[key]: value for key, value in state.items()}
 
 
@@ -142,16 +148,8 @@ def _module(key: str, value: Any) -> dict[str, Any]:
     """A state_dict under the names that the model itself gives."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"kinds= says that {key!r} is a module, but it is no dict with string keys")
-    names = {name: _without_wrappers(name, list(value)) for name in value}
-    if len(set(names.values())) != len(names):
-        raise ValueError(f"{key!r}: two of its names are the same without 'module.' and '_orig_mod.'")
+    names = own_names(value)
     return {names[name]: item for name, item in value.items()}
-
-
-def _without_wrappers(name: str, all_names: Sequence[str]) -> str:
-    prefix = "module."  # DistributedDataParallel's
-    wrapped = all(plain_name(other).startswith(prefix) for other in all_names)
-    return plain_name(name).removeprefix(prefix) if wrapped else plain_name(name)
 
 
 def _optimizer(
@@ -188,24 +186,24 @@ def _parameter_names(
         own = list(given)
     elif all(isinstance(index, str) for index in ids):
         own = ids
-    if len(own) != len(ids):
+    if len(own) != len(ids) or not all(isinstance(name, str) for name in own):
         raise ValueError(
             f"{key!r} has {len(ids)} parameters, which it knows by number alone"
             + (f", and parameters= names {len(own)}" if given is not None else "")
             + ": give their names in the optimizer's order, parameters="
             f"{{{key!r}: [name for name, _ in model.named_parameters()]}}, or leave {key!r} out with keys="
         )
-    full = [_full_name(key, name, own, modules) for name in own]
+    short = own_names(own)
+    full = [_full_name(key, short[name], modules) for name in own]
     return {**dict(zip(map(str, ids), full, strict=True)), **dict(zip(ids, full, strict=True))}  # DCP: text
 
 
-def _full_name(key: str, name: str, all_names: Sequence[str], modules: dict[str, dict[str, Any]]) -> str:
-    plain = _without_wrappers(name, all_names)
-    owners = [module for module, tensors in modules.items() if plain in tensors]
+def _full_name(key: str, name: str, modules: dict[str, dict[str, Any]]) -> str:
+    owners = [module for module, tensors in modules.items() if name in tensors]
     if len(owners) != 1:
         where = f"in the modules {owners}" if owners else f"in none of the modules {list(modules)}"
-        raise ValueError(f"{key!r} has a parameter {plain!r} which is {where}: it must be in one of them")
-    return join(root(owners[0]), plain)
+        raise ValueError(f"{key!r} has a parameter {name!r} which is {where}: it must be in one of them")
+    return join(root(owners[0]), name)
 
 
 def _check_text_keys(value: Any, path: str) -> None:
@@ -220,8 +218,8 @@ def _check_text_keys(value: Any, path: str) -> None:
 def _numbers_as_text(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, dict):
         yield from (join(path, key) for key in value if isinstance(key, str) and key.lstrip("-").isdigit())
-    members = (
-        value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
-    )
+        members: Any = value.items()
+    else:
+        members = enumerate(value) if isinstance(value, list) else ()
     for key, item in members:
         yield from _numbers_as_text(item, join(path, key))

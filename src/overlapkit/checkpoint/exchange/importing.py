@@ -39,8 +39,8 @@ def import_checkpoint(
 
     Nothing is unpickled but tensors and plain values (torch.load with weights_only=True; DCP's metadata
     through an unpickler that knows DCP's own records only), and torch.save's checksums are looked at. The
-    source is taken over in parts of at most 1 GiB, or one row of a tensor. `Checkpointer.restore` takes the
-    result at any world size; random generators are not in it.
+    source is taken over in parts of at most 1 GiB (or one row of a tensor), which count as ranks.
+    `Checkpointer.restore` takes the result at any world size; random generators are not in it.
 
     Which key is what is seen from its form: a dict of tensors is a module, a dict with `param_groups` an
     optimizer, any other dict an object with a state_dict (a scheduler), all else a value. A state_dict that

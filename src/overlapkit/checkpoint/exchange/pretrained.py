@@ -96,26 +96,23 @@ def load_pretrained(
             device would be left without a value: a name that is missing, a buffer that is not saved.
         ValueError: An argument is wrong, or a value is too large for the model's dtype.
     """
-    module = _check(model, dtype, device)
+    module = _check(model, dtype, rename, device)
     match = _match(module, _renamed(find_tensors(Path(source)), rename), dtype)
     _judge(match, module, Path(source), strict)
+    jobs = _jobs(module, match)  # once before anything is changed: it may raise
     if on_meta(module):
         materialise(module, device)
-    targets = _targets(module)
-    jobs: dict[int, Job] = {}
-    for name, stored in match.pairs.items():
-        target = targets[name]
-        if id(target) not in jobs:
-            jobs[id(target)] = Job(*local_part(target, name), [])
-        jobs[id(target)].sources.append(stored)
-    return Loaded(tuple(match.missing), tuple(match.unexpected), fill(list(jobs.values())))
+        jobs = _jobs(module, match)
+    return Loaded(tuple(match.missing), tuple(match.unexpected), fill(jobs))
 
 
-def _check(model: object, dtype: str, device: object) -> nn.Module:
+def _check(model: object, dtype: str, rename: object, device: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
     if dtype not in ("same", "cast"):
         raise ValueError(f"dtype={dtype!r}: give 'same' or 'cast'; weights take the model's dtype")
+    if rename is not None and not callable(rename):
+        raise TypeError(f"rename is a {type(rename).__name__}: give a function, such as a dict's .get")
     module = unwrap(model)
     if device is not None and not on_meta(module):
         raise ValueError(f"device={device!r}: nothing of the model is on the meta device; use model.to()")
@@ -186,11 +183,22 @@ def _judge(match: _Match, module: nn.Module, source: Path, strict: bool) -> None
     if empty:
         problems += [f"without a value: {plain_name(name)!r} is on the meta device" for name in empty]
         problems.append(
-            "give these memory and values first (build a buffer on a real device, or call to_empty() and "
-            "initialise)"
+            "give these memory and values first: build a buffer on a real device, or call to_empty(), which "
+            "unties weights, and initialise"
         )
     if problems and (strict or empty):
         lines = "".join(f"\n    {problem}" for problem in problems)
         raise MismatchError(f"{source} does not fit the model; rename= translates names:{lines}")
     if problems:
         warnings.warn(f"{source} does not fit the model in full: {'; '.join(problems)}", stacklevel=3)
+
+
+def _jobs(module: nn.Module, match: _Match) -> list[Job]:
+    targets = _targets(module)
+    jobs: dict[int, Job] = {}
+    for name, stored in match.pairs.items():
+        target = targets[name]
+        if id(target) not in jobs:
+            jobs[id(target)] = Job(*local_part(target, name), [])
+        jobs[id(target)].sources.append(stored)
+    return list(jobs.values())

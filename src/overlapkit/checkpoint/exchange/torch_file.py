@@ -3,6 +3,7 @@
 import io
 import pickle
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +36,7 @@ class TorchFile:
         """See `foreign.Source`."""
         return list(self._state)
 
-    def state(self, keys: list[str]) -> dict[str, Any]:
+    def state(self, keys: Collection[str]) -> dict[str, Any]:
         """See `foreign.Source`."""
         return {key: self._state[key] for key in keys}
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from overlapkit.checkpoint.codec import decode
+from overlapkit.checkpoint.exchange.names import own_names
 from overlapkit.checkpoint.layout import plain_name
 from overlapkit.checkpoint.reader import Catalog, Saved
 
@@ -43,7 +44,7 @@ def find_weights(catalog: Catalog, key: str | None) -> Weights:
     if not isinstance(found, Mapping) or catalog.entries[weights.key]["kind"] == "optimizer":
         raise ValueError(f"only={key!r} is no model: give a module's key, {_modules(catalog)}")
     first: dict[int, str] = {}
-    for name, saved in _own_names(found).items():
+    for name, saved in _flat(found).items():
         if not isinstance(saved, Saved):
             weights.left_out.append(name)
         elif (kept := first.setdefault(id(saved), name)) != name:
@@ -70,18 +71,20 @@ def _modules(catalog: Catalog) -> list[str]:
     return [key for key, entry in catalog.entries.items() if entry["kind"] == "module"]
 
 
-def _own_names(found: Mapping[Any, Any]) -> dict[str, Any]:
+def _flat(found: Mapping[Any, Any]) -> dict[str, Any]:
     """A state_dict's items, with what wrappers put before their names taken off.
 
     Raises:
-        ValueError: It is not flat, or two names become one.
+        ValueError: It is not flat, a name is none, or two become one.
     """
-    items = {plain_name(str(name)): value for name, value in found.items()}
-    counter = {name: None for name in items if name == _COUNTER}
-    while (inner := items.keys() - counter.keys()) and all(name.startswith("module.") for name in inner):
-        items = {name.removeprefix("module."): items[name] for name in items if name in inner} | counter
-    if len(items) != len(found):
-        raise ValueError(f"two of the names {sorted(map(str, found))} are the same without their prefixes")
+    if wrong := [name for name in found if not isinstance(name, str)]:
+        raise ValueError(f"{wrong[0]!r} is no tensor's name: it must be text")
+    rest = [name for name in found if name != _COUNTER]
+    averaged = len(rest) < len(found) and all(plain_name(name).startswith("module.") for name in rest)
+    names = own_names(rest if averaged else found)
+    items = {names[name]: value for name, value in found.items() if name in names}
+    if averaged:
+        items[_COUNTER] = None  # no weight
     for name, value in items.items():
         if isinstance(value, Mapping | list | tuple) and _has_tensors(value):
             raise ValueError(f"{name!r} holds tensors in a {type(value).__name__}: a model's state is flat")
