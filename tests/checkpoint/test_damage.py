@@ -8,6 +8,7 @@ import pytest
 from overlapkit.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
 from overlapkit.checkpoint.hashing import ALGORITHM, checksum
 from overlapkit.checkpoint.manifest import manifest_bytes, read_manifest
+from overlapkit.checkpoint.writer import VERSION
 from tests.checkpoint.faults import read_value, value_state
 
 FILES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors")
@@ -168,7 +169,10 @@ HOSTILE = {
     "beyond the file": entry("t", at=1 << 40),
     "other dimensions": entry("t", shape=[3, 3]),
     "an unknown dtype": entry("t", dtype="F1024"),
-    "no checksums": entry("t", crc32=[]),
+    "no checksums": lambda part, files: part["file"].update(sums=""),
+    "checksums of version 1, and none": entry("t", crc32=[]),
+    "checksums before the first": entry("t", sum=-1),
+    "checksums beyond the last": entry("t", sum=1 << 40),
     "a block of nothing": lambda part, files: part.update(block=0),
     "text for a number": entry("t", at="0"),
     "an alias of nothing": lambda part, files: part["tensors"].update(t={"alias": "nowhere"}),
@@ -185,19 +189,20 @@ HOSTILE = {
 def test_a_hostile_part_is_refused(run, case):
     rewrite(run, HOSTILE[case])
     state = value_state(5)
-    with Checkpointer(run) as checkpointer, pytest.raises(DamagedCheckpoint):
+    with Checkpointer(run) as checkpointer, pytest.raises(DamagedCheckpoint) as caught:
         checkpointer.restore(state, 2)
+    assert "checksum differs" not in str(caught.value)  # it is refused for what it says
     assert state["n"] == 5
     assert (state["model"].weight == 5).all()
 
 
 def test_a_later_format_is_an_error_and_no_damage(run, monkeypatch):
-    monkeypatch.setattr("overlapkit.checkpoint.manifest.VERSION", 2)
+    monkeypatch.setattr("overlapkit.checkpoint.manifest.VERSION", VERSION + 1)
     rewrite(run, lambda part, files: None)
     monkeypatch.undo()
     with (
         Checkpointer(run) as checkpointer,
-        pytest.raises(CheckpointError, match="version 2.*upgrade") as caught,
+        pytest.raises(CheckpointError, match=f"version {VERSION + 1}.*upgrade") as caught,
     ):
         checkpointer.restore(value_state(0))
     assert not isinstance(caught.value, DamagedCheckpoint)

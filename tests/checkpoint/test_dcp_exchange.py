@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -29,6 +30,7 @@ from overlapkit.checkpoint import (
     SafetensorsReader,
     SafetensorsSavePlanner,
     SafetensorsWriter,
+    export,
 )
 from tests.checkpoint.loop import assert_same, build, build_model, snapshot, train_step
 from tests.ranks import one_rank_group, run_ranks
@@ -505,3 +507,26 @@ def test_tied_parameters_and_extra_state(tmp_path, form):
             planner=SafetensorsLoadPlanner(),
         )
         check(state)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_dcp_saved_is_exported_without_being_asked_for_by_name(trained, tmp_path, form):
+    state = {**as_dcp(trained, form), "step": 3, "t": torch.ones(2)}
+    state = {
+        key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()
+    }
+    writer = SafetensorsWriter(tmp_path / "step-1")
+    with one_rank_group():
+        dcp.save(state, storage_writer=writer, planner=SafetensorsSavePlanner())
+    (file,) = export(tmp_path, tmp_path / "out").files
+    torch.testing.assert_close(load_file(file), dict(trained["model"].state_dict()), rtol=0, atol=0)
+
+
+def test_two_models_that_dcp_saved_must_be_told_apart(tmp_path):
+    state = {"a": {"w": torch.ones(2)}, "b": {"w": torch.zeros(3)}, "deep": {"c": {"w": torch.zeros(4)}}}
+    with one_rank_group():
+        dcp.save(state, storage_writer=SafetensorsWriter(tmp_path / "step-1"))
+    with pytest.raises(ValueError, match=r"2 modules: say which with only=, \['a', 'b'\]"):
+        export(tmp_path, tmp_path / "out")
+    (file,) = export(tmp_path, tmp_path / "out", only="b").files
+    torch.testing.assert_close(load_file(file), state["b"], rtol=0, atol=0)

@@ -3,8 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 from overlapkit.checkpoint.checkpointer import Checkpointer
+from overlapkit.checkpoint.contents import Contents, TensorEntry, describe
+from overlapkit.checkpoint.differences import Difference, TensorDifference, diff
 from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint, MismatchError, RankFailed
+from overlapkit.checkpoint.exchange.exporting import Exported, export
+from overlapkit.checkpoint.exchange.importing import import_checkpoint
+from overlapkit.checkpoint.exchange.pretrained import Loaded, load_pretrained
+from overlapkit.checkpoint.listing import Listed, list_checkpoints
 from overlapkit.checkpoint.save import Save
+from overlapkit.checkpoint.verification import Damage, verify
 
 if TYPE_CHECKING:
     from overlapkit.checkpoint.dcp import (
@@ -17,7 +24,13 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "Contents",
+    "Damage",
     "DamagedCheckpoint",
+    "Difference",
+    "Exported",
+    "Listed",
+    "Loaded",
     "MismatchError",
     "RankFailed",
     "SafetensorsLoadPlanner",
@@ -25,6 +38,15 @@ __all__ = [
     "SafetensorsSavePlanner",
     "SafetensorsWriter",
     "Save",
+    "TensorDifference",
+    "TensorEntry",
+    "describe",
+    "diff",
+    "export",
+    "import_checkpoint",
+    "list_checkpoints",
+    "load_pretrained",
+    "verify",
 ]
 
 

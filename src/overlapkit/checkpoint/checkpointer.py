@@ -20,13 +20,12 @@ from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Job, Run, sound_steps
 from overlapkit.checkpoint.layout import check_state
-from overlapkit.checkpoint.manifest import read_manifest, step_name
 from overlapkit.checkpoint.opening import check_metrics, check_options, check_step, open_directory
 from overlapkit.checkpoint.planner import Planner
-from overlapkit.checkpoint.reader import verify
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
 from overlapkit.checkpoint.stage import LANE, Stager, Staging
+from overlapkit.checkpoint.verification import verify
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
 from overlapkit.quorum import Quorum, Report
@@ -222,7 +221,7 @@ class Checkpointer:
             FileNotFoundError: There is none of this step.
             DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
         """
-        verify(read_manifest(self._root / step_name(self._restorer.candidates(check_step(step))[0])))
+        verify(self._root, check_step(step))
 
     def wait(self) -> None:
         """Block until all saves are committed.

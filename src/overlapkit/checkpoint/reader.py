@@ -436,17 +436,3 @@ def read_boxes(
 
 def _room(saved: Saved, box: Box) -> int:
     return -(-box.numel * saved.dtype.itemsize // 64) * 64
-
-
-def verify(manifest: Manifest) -> None:
-    """Read a whole checkpoint against its checksums.
-
-    Raises:
-        DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
-    """
-    for rank in range(manifest.world):
-        part = manifest.part(rank)
-        with Reader() as reader:
-            reader.check_header(part, manifest.folder)
-            for saved, _ in saved_tensors(part, manifest, manifest.folder / f"rank-{rank:05d}.json"):
-                reader.check(saved)

@@ -9,9 +9,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.codec import encode, root
 from overlapkit.checkpoint.dcp.flatten import name_of, nest
-from overlapkit.checkpoint.dcp.gather import Gathered
 from overlapkit.checkpoint.dcp.planner import SafetensorsSavePlanner
 from overlapkit.checkpoint.fileplan import FilePlan
+from overlapkit.checkpoint.gather import Gathered
 from overlapkit.checkpoint.layout import Slot, check_tensor
 from overlapkit.checkpoint.tree import TREE
 from overlapkit.checkpoint.writer import Bytes

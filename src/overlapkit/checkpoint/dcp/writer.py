@@ -124,7 +124,7 @@ class SafetensorsWriter(StorageWriter):
         about = {"step": saving.step, "rank": saving.rank, "world": saving.world, "rng": None}
         try:
             entries, file_plan, data = take_share(plan, planner)
-            with contextlib.closing(Lane(LANE, kind="thread")) as helper:
+            with Lane(LANE, kind="thread") as helper:
                 files = write_share(self._disk, saving.temporary, file_plan, entries, data, about, helper)
         except BaseException:
             with contextlib.suppress(OSError):  # swept later; the error that led here matters more
