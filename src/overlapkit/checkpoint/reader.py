@@ -171,6 +171,7 @@ def _chunk(
         and file["header"] <= start
         and start + nbytes <= manifest.files[name]["bytes"]
         and block > 0
+        and block % 8 == 0  # what begins with a block is aligned, whatever its dtype
         and len(sums) == -(-nbytes // block)
     )
     if not sound:

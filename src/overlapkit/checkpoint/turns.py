@@ -32,6 +32,8 @@ def take_turns(jobs: Iterable[Callable[[], object]], helper: Lane) -> None:
     other = helper.submit(work)
     try:
         work()
-    finally:
+    except BaseException:
         other.settle()
+        other.seen = True  # one error is raised; the other thread's would come again when its lane is closed
+        raise
     other.wait()
