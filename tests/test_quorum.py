@@ -29,7 +29,11 @@ def test_every_rank_gets_what_rank_0_made_of_all_reports() -> None:
 
 
 def test_a_rank_waits_as_long_as_its_process_group_does() -> None:
-    assert run_ranks(2, lambda rank: (Quorum("a").timeout, Quorum("a", 3).timeout)) == [(60.0, 3)] * 2
+    def run(rank: int) -> tuple[float, float]:
+        dist.barrier()  # a rank that is done while others still connect breaks their connections
+        return Quorum("a").timeout, Quorum("a", 3).timeout
+
+    assert run_ranks(2, run) == [(60.0, 3)] * 2
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -62,11 +66,47 @@ def test_a_rank_that_does_not_come_is_named(late: int, message: str) -> None:
     run_ranks(2, run)
 
 
+def test_a_settlement_that_was_interrupted_can_be_made_again() -> None:
+    def run(rank: int) -> Any:
+        quorum = Quorum("a", 0.3 if rank == 0 else 20)
+        if rank == 0:
+            with pytest.raises(RankFailed):
+                quorum._await_reports(f"{quorum.name}/k")  # as far as Ctrl-C lets it come
+            quorum.timeout = 20
+        else:
+            time.sleep(1.0)
+        return [quorum.settle(key, {"n": 1}, total)["total"] for key in ("k", "l")]
+
+    assert run_ranks(2, run) == [[2, 2]] * 2
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_will_not_settle_says_so_and_does_not_wait(culprit: int) -> None:
+    def run(rank: int) -> list[int]:
+        quorum, keys = Quorum("a"), []
+        for turn in range(4):
+            if rank == culprit:
+                quorum.fail(f"{turn}", OSError("disk full"))
+                dist.barrier()
+            else:
+                dist.barrier()  # the other has gone on already
+                with pytest.raises(RankFailed, match=f"rank {culprit}: OSError: disk full"):
+                    quorum.together(f"{turn}", lambda: {"n": 1}, total)
+            quorum.settle(f"{turn} again", {"n": 1}, total)
+            dist.barrier()
+            keys.append(quorum.store.num_keys())
+            dist.barrier()
+        return keys
+
+    for keys in run_ranks(2, run):
+        assert len(set(keys[1:])) == 1
+
+
 def test_settlements_leave_no_keys_behind() -> None:
     def run(rank: int) -> list[int]:
         quorum, keys = Quorum("a"), []
         for turn in range(6):
-            quorum.settle(f"{turn}", {"n": 1}, total)
+            quorum.together(f"{turn}", lambda: {"n": 1}, total)
             dist.barrier()
             keys.append(quorum.store.num_keys())
             dist.barrier()

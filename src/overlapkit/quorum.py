@@ -6,7 +6,9 @@ No collectives: this also runs in a background thread, beside the training step'
 import contextlib
 import itertools
 import json
+import os
 import time
+import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -45,7 +47,7 @@ class Quorum:
         failure: What is raised where another rank failed.
 
     Attributes:
-        store: The job's, for this quorum's owner alone; None where there is one rank.
+        store: The job's, or None where there is one rank. No call to it may block: quorums share it.
         name: What its keys begin with.
 
     Raises:
@@ -58,15 +60,13 @@ class Quorum:
         self.rank, self.world = rank_and_world()
         self.timeout = timeout or 0.0
         self.store: Any = None
+        self._link: _Link | None = None
         self._failure = failure
         self._settled: list[str] = []
         if self.world > 1:
-            from torch.distributed.distributed_c10d import _get_default_store
-
-            store: Any = _get_default_store()
-            self._served = store  # on rank 0 this may be the server itself
-            self.store = store.clone()  # a clone may be used from another thread
-            self.timeout = timeout or store.timeout.total_seconds()
+            self._link = _Link.to_the_job()
+            self.store = self._link.store
+            self.timeout = timeout or self.store.timeout.total_seconds()
             self.name = f"overlapkit/{zlib.crc32(name.encode()):08x}/{next(_opened[name])}"
 
     def together(self, key: str, work: Callable[[], Report], judge: Judge) -> Report:
@@ -121,6 +121,22 @@ class Quorum:
         self.store.set(f"{prefix}/verdict", json.dumps(verdict))
         return verdict
 
+    def fail(self, key: str, error: BaseException) -> None:
+        """Let `together` fail on the other ranks, without waiting for them.
+
+        Args:
+            key: Theirs; this rank does nothing more about it.
+            error: What is wrong here.
+        """
+        if self.world == 1:
+            return
+        prefix, text = f"{self.name}/{key}", f"{type(error).__name__}: {error}"
+        if self.rank != 0:
+            self.store.set(f"{prefix}/{self.rank}", json.dumps({"error": text}))
+            return
+        self.store.set(f"{prefix}/verdict", json.dumps({"raised": f"rank 0: {text}"}))
+        self._settled += [f"{prefix}/{rank}" for rank in range(1, self.world)] + [f"{prefix}/verdict"]
+
     def leave(self) -> None:
         """The last call of every rank. Rank 0, which may serve the store, goes when all others have.
 
@@ -138,8 +154,9 @@ class Quorum:
 
     def _await_reports(self, prefix: str) -> list[Report]:
         keys = [f"{prefix}/{rank}" for rank in range(1, self.world)]
-        earlier, ours = self._settled, [*keys, f"{prefix}/verdict"]
-        self._settled = earlier + ours  # without all reports, too: the next settlement deletes them
+        ours = dict.fromkeys([*keys, f"{prefix}/verdict"])
+        earlier = [key for key in self._settled if key not in ours]  # ours: this one was interrupted before
+        self._settled = [*earlier, *ours]  # without all reports, too: the next settlement deletes them
         if not await_keys(self.store, keys, self.timeout):
             missing = [rank for rank, key in enumerate(keys, start=1) if not self.store.check([key])]
             raise self._failure(
@@ -148,7 +165,7 @@ class Quorum:
             )
         for key in earlier:
             self.store.delete_key(key)
-        self._settled = ours
+        self._settled = list(ours)
         return [json.loads(value) for value in self.store.multi_get(keys)]
 
     def _await_verdict(self, prefix: str) -> bytes:
@@ -169,6 +186,31 @@ class Quorum:
         if failed:
             raise self._failure("; ".join(failed))
         return reports
+
+
+class _Link:
+    """A connection to the job's store that is not the process group's own, whose calls may block.
+
+    The quorums of a process share one: where ranks connect at the same time, that may take seconds.
+    """
+
+    _made: "weakref.WeakValueDictionary[tuple[int, int], _Link]" = weakref.WeakValueDictionary()
+
+    def __init__(self, served: Any) -> None:
+        self.served = served  # on rank 0 this may be the server itself: it must not go before us
+        self.store = served.clone()
+
+    @classmethod
+    def to_the_job(cls) -> "_Link":
+        """The link to the default process group's store; a forked child makes its own."""
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        served: Any = _get_default_store()
+        key = os.getpid(), id(served)
+        link = cls._made.get(key)
+        if link is None:
+            link = cls._made[key] = cls(served)
+        return link
 
 
 def await_keys(

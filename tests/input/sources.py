@@ -19,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from overlapkit.input import SampleSeed
+from overlapkit.input import ElasticSampler, SampleSeed
 
 
 class Numbers(Dataset[int]):
@@ -155,6 +155,7 @@ MAP_STYLE: dict[str, Callable[..., DataLoader[int]]] = {
     "unbatched": unbatched,
     "by epoch": by_epoch,
     "distributed": _sampled(lambda data: DistributedSampler(data, num_replicas=2, rank=1, seed=3)),
+    "elastic": _sampled(lambda data: ElasticSampler(data, num_replicas=2, rank=1, seed=3)),
     "with replacement": _sampled(lambda data: RandomSampler(data, replacement=True, generator=generator())),
     "weighted": _sampled(lambda data: WeightedRandomSampler([1.0] * len(data), len(data))),
     "subset": _sampled(lambda data: SubsetRandomSampler(range(len(data)), generator=generator())),
@@ -177,6 +178,11 @@ def stateful_loader(n: int, size: int, **options: Any) -> Any:
     return _stateful(data, size, sampler=RandomSampler(data, generator=generator()), **options)
 
 
+def stateful_elastic(n: int, size: int, **options: Any) -> Any:
+    data = Numbers(n)
+    return _stateful(data, size, sampler=ElasticSampler(data, num_replicas=2, rank=1, seed=3), **options)
+
+
 def stateful_stream(n: int, size: int, **options: Any) -> Any:
     return _stateful(StatefulStream(n), size, **options)
 
@@ -195,6 +201,7 @@ def listed(n: int, size: int) -> list[list[int]]:
 RESUMABLE: dict[str, Callable[[int, int], Any]] = {
     **MAP_STYLE,
     "stateful loader": stateful_loader,
+    "stateful elastic": stateful_elastic,
     "stateful stream": stateful_stream,
     "list": listed,
 }

@@ -247,3 +247,35 @@ def test_use_on_another_stream_is_right_where_the_loop_s_stream_waits_for_it(wai
             if wait:
                 torch.cuda.current_stream().wait_stream(side)
         assert (machine.faults == []) is wait
+
+
+@pytest.mark.gpu
+def test_gpu_a_captured_graph_is_replayed_over_every_batch() -> None:
+    source = [{"x": torch.full((1 << 18,), float(k)), "k": k} for k in range(30)]
+    loader = DeviceLoader(source, "cuda", depth=3, reuse_buffers=True)
+    graph, total, sums = torch.cuda.CUDAGraph(), None, []
+    weight = torch.randn(1024, 1024, device="cuda")
+    for got in loader:
+        for _ in range(8):  # the loop's stream is late
+            weight = torch.tanh(weight @ weight)
+        if total is None:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                total = got["x"].double().sum()
+        graph.replay()
+        sums.append(total.clone())
+    assert [one.item() for one in sums] == [float(k << 18) for k in range(30)]
+
+
+@pytest.mark.gpu
+def test_gpu_the_loop_may_change_streams() -> None:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    passing = iter(DeviceLoader([torch.full((1 << 20,), float(k)) for k in range(30)], reuse_buffers=True))
+    sums = []
+    for k in range(30):
+        with torch.cuda.stream(streams[k % 2]):
+            got = next(passing)
+            torch.cuda._sleep(1_000_000)
+            sums.append(got.double().sum())
+    torch.cuda.synchronize()
+    assert [one.item() for one in sums] == [float(k << 20) for k in range(30)]
+    passing.close()

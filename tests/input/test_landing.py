@@ -2,15 +2,18 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import overlapkit as ok
+from overlapkit.input import Mixture, TokenShards
 from overlapkit.input.landing import Empty, Landing
 from overlapkit.pinned import PinnedBuffer, PinnedRing
 from tests.cuda_fake import FakeCuda, fake_cuda
+from tests.input.token_sets import write_set
 
 Make = Callable[[int, Empty], Any]
 
@@ -91,7 +94,7 @@ def on_host(batch: Any) -> Any:
     if isinstance(batch, list):
         return [on_host(item) for item in batch]
     if isinstance(batch, torch.Tensor):
-        return (batch.detach() + 0).raw.tolist() if batch.is_cuda else batch.tolist()
+        return batch.detach().clone().raw.tolist() if batch.is_cuda else batch.tolist()
     return batch
 
 
@@ -269,6 +272,32 @@ def test_a_stateful_source_reads_into_it_too(machine: FakeCuda) -> None:
     loader.close()
 
 
+@pytest.mark.parametrize("pack", ["windows", "documents"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_token_shards_are_gathered_straight_into_it(
+    machine: FakeCuda, tmp_path: Path, pack: Any, mixed: bool
+) -> None:
+    folders = [write_set(tmp_path / str(k), [30, 50, 41], first=1000 * k) for k in range(2)]
+
+    def make() -> Any:
+        parts = {folder.name: TokenShards(folder, 8, 2, seed=3, pack=pack) for folder in folders}
+        return Mixture(parts, {"0": 1, "1": 2}) if mixed else parts["0"]
+
+    def rows(batches: Any) -> list[Any]:
+        return [on_host(list(batch)) for _, batch in zip(range(7), batches, strict=False)]
+
+    want = rows(make())
+    loader = ok.DeviceLoader(make(), "cuda", depth=2)
+    assert rows(loader) == want
+    assert packed(loader) <= 512 * 3  # at most what did not fit in the first batch
+    loader.load_state_dict(loader.state_dict())
+    for _ in zip(range(3), loader, strict=False):
+        pass
+    assert packed(loader) == 0
+    assert len(machine.copies) >= 7
+    loader.close()
+
+
 def test_the_recorder_sees_memory_that_is_lent_before_its_copy_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -277,3 +306,22 @@ def test_the_recorder_sees_memory_that_is_lent_before_its_copy_is_done(
     with fake_cuda() as machine:
         list(ok.DeviceLoader(Into(tokens), "cuda", depth=1))
         assert any("host memory" in fault for fault in machine.faults)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", [True, False])
+def test_gpu_values_under_load(pin: bool) -> None:
+    def large(k: int, empty: Empty) -> Any:
+        return filled(empty, (1 << 19,), torch.float32, k), torch.full((1 << 18,), float(k))
+
+    loader = ok.DeviceLoader(Into(large, 40), "cuda", depth=1, pin=pin)
+    weight = torch.randn(2048, 2048, device="cuda")
+    sums = []
+    for lent, other in loader:
+        weight = torch.tanh(weight @ weight)
+        sums.append((lent.double().sum(), lent.min(), lent.max(), other.double().sum()))
+    for k, (total, low, high, rest) in enumerate(sums):
+        assert (total.item(), low.item(), high.item(), rest.item()) == (k << 19, k, k, k << 18)
+    if pin:
+        assert packed(loader) <= (1 << 20) * 40 + (1 << 21)
+    loader.close()

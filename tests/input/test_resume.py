@@ -112,7 +112,7 @@ def test_stops_within_an_epoch_twice_and_at_its_end(kind: str, lives: list[int])
 
 
 @pytest.mark.parametrize(
-    "kind", ["shuffled", "own generator", "distributed", "stateful loader", "stateful stream"]
+    "kind", ["shuffled", "own generator", "distributed", "elastic", "stateful loader", "stateful stream"]
 )
 @pytest.mark.parametrize(
     "options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str
@@ -219,6 +219,32 @@ def test_state_of_a_stateful_source_is_that_of_the_batch_handed_over() -> None:
     torch.manual_seed(1)
     got = [loader.state_dict()["mark"] for _ in zip(range(4), loader, strict=False)]
     assert [s["_num_yielded"] for s in got] == [s["_num_yielded"] for s in want] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda at: at, lambda at: {"at": at}, lambda at: [{"at": at, "n": 1}], lambda at: (at,)], ids=str
+)
+def test_a_source_may_go_on_changing_the_state_that_it_gave_out(wrap: Callable[[Any], Any]) -> None:
+    class Source:
+        def __init__(self) -> None:
+            self.at = [0, torch.zeros(1)]
+            self.state = {"name": "x", "where": wrap(self.at)}
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(5):
+                self.at[0] += 1
+                self.at[1].add_(1)
+                yield self.at[0]
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    loader = DeviceLoader(Source(), "cpu", depth=4)
+    states = [loader.state_dict()["mark"] for _ in loader]
+    assert states == [{"name": "x", "where": wrap([k, torch.full((1,), float(k))])} for k in range(1, 6)]
 
 
 def test_state_before_anything_was_taken() -> None:

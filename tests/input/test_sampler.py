@@ -4,12 +4,14 @@ import copy
 import math
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
@@ -155,6 +157,24 @@ def test_setting_the_state_s_epoch_keeps_its_position_and_another_does_not() -> 
         assert list(sampler) == whole(epoch)[start:]
 
 
+@pytest.mark.parametrize("order", ["load, set", "set, load"])
+@pytest.mark.parametrize(
+    ("position", "epoch", "begins"),
+    [(100, 2, (2, 100)), (103, 2, (2, 103)), (103, 3, (3, 0)), (103, None, (2, 0)), (100, None, (2, 100))],
+)
+def test_where_a_state_and_set_epoch_begin(
+    order: str, position: int, epoch: int | None, begins: tuple[int, int]
+) -> None:
+    sampler = ElasticSampler(SIZE)
+    for step in order.split(", "):
+        if step == "load":
+            sampler.load_state_dict({**sampler.state_dict(), "epoch": 2, "position": position})
+        elif epoch is not None:
+            sampler.set_epoch(epoch)
+    assert list(sampler) == whole(begins[0])[begins[1] :]
+    assert list(sampler) == whole(begins[0])
+
+
 def test_a_pass_that_goes_on_after_set_epoch_moves_nothing() -> None:
     sampler = ElasticSampler(SIZE)
     passing = iter(sampler)
@@ -174,6 +194,7 @@ def test_no_list_of_the_samples_is_ever_made() -> None:
 
 def test_rank_and_world_are_those_of_the_process_group() -> None:
     def run(rank: int) -> Any:
+        dist.barrier()  # a rank that is done while others still connect breaks their connections
         sampler = ElasticSampler(SIZE)
         return sampler.rank, sampler.num_replicas, list(sampler)
 
@@ -192,30 +213,44 @@ def test_in_a_data_loader(workers: int) -> None:
     assert len(loader) == 4
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch_size", [3, None])
-@pytest.mark.parametrize("taken", [1, 3, 4])
-def test_stateful_data_loader_keeps_its_state(workers: int, batch_size: int | None, taken: int) -> None:
+def stateful(workers: int = 0, batch_size: int | None = 3) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    def build() -> Any:
-        sampler = ElasticSampler(20, 2, 1, drop_last=True)
-        sampler.set_epoch(1)
-        with warnings.catch_warnings():  # it calls torch.set_vital, which newer versions of torch deprecate
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-            return StatefulDataLoader(Numbers(20), batch_size, sampler=sampler, num_workers=workers)
+    sampler = ElasticSampler(20, 2, 1, drop_last=True)
+    with warnings.catch_warnings():  # it calls torch.set_vital, which newer versions of torch deprecate
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+        return StatefulDataLoader(Numbers(20), batch_size, sampler=sampler, num_workers=workers)
 
-    def flat(batches: Iterator[Any]) -> list[int]:
-        return [sample for batch in batches for sample in (batch.tolist() if batch_size else [int(batch)])]
 
-    first, second = build(), build()
+def flat(batches: Iterable[Any]) -> list[int]:
+    return [sample for batch in batches for sample in torch.as_tensor(batch).reshape(-1).tolist()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("batch_size", "taken"), [(3, 1), (3, 3), (3, 4), (None, 1), (None, 10)])
+def test_stateful_data_loader_keeps_its_state(workers: int, batch_size: int | None, taken: int) -> None:
+    first, second = stateful(workers, batch_size), stateful(workers, batch_size)
+    first.sampler.set_epoch(1)
     passing = iter(first)
     begun = flat(islice(passing, taken))
     state = copy.deepcopy(first.state_dict())
     second.load_state_dict(state)
-    share = whole(1, 20)[1::2]
-    assert flat(iter(second)) == (share[len(begun) :] or share)  # a state at the end begins anew
-    assert flat(iter(second)) == share
+    for epoch, rest in [(1, whole(1, 20)[1::2][len(begun) :]), (2, whole(2, 20)[1::2])]:
+        second.sampler.set_epoch(epoch)
+        assert flat(second) == rest
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stateful_data_loader_that_has_seen_its_end(workers: int) -> None:
+    for set_epoch in (True, False):
+        first, second = stateful(workers), stateful(workers)
+        first.sampler.set_epoch(1)
+        list(first)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        for epoch in (2, 3) if set_epoch else (1, 1):
+            if set_epoch:
+                second.sampler.set_epoch(epoch)
+            assert flat(second) == whole(epoch, 20)[1::2]
 
 
 def test_a_state_goes_through_pickle_and_a_copy_of_the_sampler() -> None:

@@ -39,7 +39,7 @@ class DrawWatch:
                 "training loop: who of the two draws first is chance, so that no run repeats another "
                 "bitwise, nor goes on so when it is resumed. Draw from a generator of its own or from "
                 "overlapkit.input.SampleSeed, or read in worker processes",
-                stacklevel=3,
+                stacklevel=5,
             )
 
 

@@ -141,6 +141,10 @@ class _ElasticCursor(Cursor):
         end = self._order.size if last else self._order.after(one.position, one.until)
         return replace(here, taken=end)
 
+    def end(self, here: Position) -> Position:
+        """Behind all samples."""
+        return replace(here, taken=self._order.size)
+
 
 def _batching(loader: DataLoader[Any]) -> tuple[int, bool]:
     """Samples in a batch, and whether a last smaller one is left out."""

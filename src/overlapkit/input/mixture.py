@@ -89,6 +89,11 @@ class Mixture:
             return self._latest
 
     @property
+    def batches_left(self) -> int:
+        """Batches that the latest pass has not drawn yet: equally many on every rank, and never none."""
+        return self._order.share(self._progress.position) // self.batch_size
+
+    @property
     def epoch(self) -> int:
         """The epoch of the latest pass, or of the next one where it was set."""
         return self._progress.epoch

@@ -16,12 +16,20 @@ class Position:
         epoch: The epoch that the sampler was set to, or None where it has no epochs.
         order: What brings the epoch's order back, as the source recorded it when the epoch began.
         mark: What the source noted with the last batch taken, or a function that works it out.
+        again: The next batch has been taken, too: it is read again, to stand in where this rank has no more
+            batches and others have.
     """
 
     taken: int = 0
     epoch: int | None = None
     order: Any = None
     mark: Any = None
+    again: bool = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch of the epoch has been taken."""
+        return self.taken > 0 or self.again
 
     def left_out(self, epoch: int | None, unit: str) -> str:
         """What to say where the rest of this position's epoch is left out for another epoch."""
@@ -44,6 +52,7 @@ class Position:
             "epoch": self.epoch,
             "order": self.order,
             "mark": self.noted,
+            "again": self.again,
         }
 
     @classmethod
@@ -70,4 +79,5 @@ class Position:
             )
         if missing := sorted({"taken", "epoch", "order", "mark"} - state.keys()):
             raise ValueError(f"state lacks {', '.join(missing)}: it is damaged")
-        return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"])
+        again = bool(state.get("again"))  # a state of an earlier version has none
+        return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"], again)

@@ -108,16 +108,6 @@ class SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
 
-def epoch_holders(dataset: Any) -> list[Any]:
-    """A dataset, those that it wraps, and the seeds that they hold."""
-    found: list[Any] = []
-    while dataset is not None and not any(dataset is known for known in found):
-        held = getattr(dataset, "__dict__", {}).values()
-        found += [dataset, *(value for value in held if isinstance(value, SampleSeed))]
-        dataset = getattr(dataset, "dataset", None)
-    return found
-
-
 @contextmanager
 def _global_states() -> Iterator[None]:
     """Let the global generators go on afterwards as if nothing had happened."""

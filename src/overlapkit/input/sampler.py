@@ -74,59 +74,99 @@ class ElasticSampler(DistributedSampler[int]):
         self.order = Order(size, self.rank, self.num_replicas, seed, shuffle, drop_last)
         self.num_samples = self.order.share(0)
         self.total_size = self.num_samples * self.num_replicas
-        self._progress = Progress(self.order, repeat=True)
+        self._next = _Next(0, 0, False)
         self._latest = Pass(0, 0, 0)
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
         """The epoch of the latest pass, or of the next one where it was set."""
-        return self._progress.epoch
+        return self._next.epoch
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples of the epoch, or what a loaded state left of it.
+        """This rank's samples of the epoch that is set now, or what a loaded state left of it.
 
-        Nothing happens before the first is asked for: a DataLoader makes iterators that it never asks.
+        The pass begins when the first is asked for: a DataLoader makes iterators that it never asks.
         """
-        return chain.from_iterable(self._blocks())
+        return chain.from_iterable(self._blocks(self._next))
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch, equally many on every rank."""
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be this epoch: what is left of it where a state stands in it, else all of it."""
-        self._progress.set_epoch(epoch)
+        """Let the next pass be this epoch: what is left of it where a state stands in it, else all of it.
+
+        Where a state stands at its end, nothing is left.
+        """
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+            raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
+        start = self._next.start if epoch == self._next.epoch else 0
+        self._next = _Next(epoch, start or 0, True)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the latest iterator stands: plain values, the same on every rank."""
-        self._progress.take(self._latest.taken())
-        return self._progress.state_dict()
+        here, latest = Progress(self.order), self._latest
+        here.epoch, here.position = self._next.epoch, self._next.start or 0
+        if self._next.start is None:
+            here.position = self.order.after(latest.position, latest.taken())
+        return here.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass begin where `state` stands, whatever number of ranks it was saved at.
+
+        A state at an epoch's end begins a whole pass, unless that very epoch is set, of which nothing is
+        left. Where another epoch is set already, it stays: torchdata loads a sampler's state that late.
 
         Raises:
             TypeError: It is no dict.
             ValueError: It is damaged, or was saved over another number of samples, seed or shuffle.
         """
-        self._progress.load_state_dict(state)
+        there = Progress(self.order)
+        there.load_state_dict(state)
+        told, over = self._next, self.order.share(there.position) == 0
+        if not (over and told.set and told.epoch != there.epoch):
+            self._next = _Next(there.epoch, there.position, told.set)
 
     def begin(self) -> "Pass":
-        """Begin a pass: what `state_dict` describes from now on."""
-        share = self._progress.begin()
-        self._latest = Pass(self._progress.epoch, self._progress.position, share)
-        return self._latest
+        """Begin the pass that was told: what `state_dict` describes from now on."""
+        return self._begin(self._next)
 
     def samples(self, one: "Pass") -> Iterator[int]:
         """The samples of a pass, from its beginning; `one` counts those that are given."""
-        return chain.from_iterable(self._blocks(one))
+        return chain.from_iterable(self._pass(one))
 
-    def _blocks(self, one: "Pass | None" = None) -> Iterator[Iterator[int]]:
-        one = one or self.begin()
+    def _begin(self, told: "_Next") -> "Pass":
+        start = told.start or 0
+        if not told.set and self.order.share(start) == 0:
+            start = 0
+        one = Pass(told.epoch, start, self.order.share(start))
+        if self._next is told:  # else another pass has been told since
+            self._next, self._latest = _Next(told.epoch, None, False), one
+        return one
+
+    def _blocks(self, told: "_Next") -> Iterator[Iterator[int]]:
+        yield from self._pass(self._begin(told))
+
+    def _pass(self, one: "Pass") -> Iterator[Iterator[int]]:
         for start in range(0, one.share, BLOCK):
             one.until = min(one.share, start + BLOCK)
             one.block = iter(self.order.samples(one.epoch, one.position, start, one.until).tolist())
             yield one.block
+
+
+@dataclass(frozen=True)
+class _Next:
+    """Where the next pass begins.
+
+    Attributes:
+        epoch: Its epoch.
+        start: Its position there, or None where nothing was told: a whole epoch.
+        set: The epoch was set, and not only found in a state or passed through.
+    """
+
+    epoch: int
+    start: int | None
+    set: bool
 
 
 @dataclass

@@ -84,7 +84,9 @@ class SkippingLoader(Source):
         if resume is not None:
             draws.check(resume)
         taken, mark = (resume.taken, resume.mark) if resume else (0, None)
-        return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws)
+        length = known_length(self.original)
+        left = None if length is None else length - taken
+        return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws, left)
 
     def _twin(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
         if self._kept is not None:
@@ -243,8 +245,8 @@ def _advance(iterator: Iterator[Any], count: int) -> int:
 class _IndexCursor(Cursor):
     """A pass that notes with each batch which samples it was made of."""
 
-    def __init__(self, batches: Iterator[Any], position: Position, draws: _Draws) -> None:
-        super().__init__(batches, position)
+    def __init__(self, batches: Iterator[Any], position: Position, draws: _Draws, left: int | None) -> None:
+        super().__init__(batches, position, left=left)
         self._draws = draws
         self._ahead = draws.given
 

@@ -8,6 +8,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing.connection import wait
 from types import GeneratorType
 from typing import Any
@@ -36,7 +37,7 @@ class Cursor:
         position: Position,
         *,
         forgets: bool = False,
-        left: int | None = None,
+        left: float | None = None,
         to_drop: int = 0,
     ) -> None:
         self._batches: Iterator[Any] | None = batches
@@ -76,6 +77,12 @@ class Cursor:
     def after(self, here: Position, mark: Any) -> Position:
         """Where the consumer stands that stood `here` and has taken the batch with this mark."""
         return Position(here.taken + 1, here.epoch, here.order, mark)
+
+    def end(self, here: Position) -> Position:
+        """Where the consumer stands when the pass is over, though it has not taken all of it."""
+        if self.left is None:
+            return here
+        return replace(here, taken=self.position.taken + int(self.left), mark=None)
 
     def close(self, handed_out: int, depth: int) -> None:
         """Let go of the source's iterator. Called once, when nobody is in `next`.
@@ -161,7 +168,11 @@ class Listed(Source):
 
 
 class Stateful(Source):
-    """A source with state_dict and load_state_dict of its own, such as StatefulDataLoader."""
+    """A source with state_dict and load_state_dict of its own, such as StatefulDataLoader.
+
+    It may know more, and say so by attributes: `batches_left`, those of the pass that was begun last;
+    `is_over(state)`, whether the state's epoch has none left; `state_later()`, see `snapshot`.
+    """
 
     kind = "stateful"
     exclusive = True  # its state is that of its latest iterator
@@ -178,9 +189,11 @@ class Stateful(Source):
             if told is not None and told != resume.epoch:  # the loop set it after the state was loaded
                 self.original.set_epoch(told)
         taken = resume.taken if resume else 0
-        with random_state() if taken else nullcontext():  # what iter() draws was drawn when the epoch began
+        begun = resume is not None and resume.begun
+        with random_state() if begun else nullcontext():  # what iter() draws was drawn when the epoch began
             batches = read(self.original, empty)
-        return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot)
+        left = getattr(self.original, "batches_left", None)
+        return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot, left)
 
     def over(self, position: Position) -> bool:
         """Whether nothing is left, where the source can tell by a state of its own (`is_over`)."""
@@ -205,12 +218,22 @@ class Stateful(Source):
 class _Snapshots(Cursor):
     """A pass that notes the source's own state right after each batch."""
 
-    def __init__(self, batches: Iterator[Any], position: Position, snapshot: Callable[[], Any]) -> None:
-        super().__init__(batches, position)
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        snapshot: Callable[[], Any],
+        left: float | None,
+    ) -> None:
+        super().__init__(batches, position, left=left)
         self._snapshot = snapshot
 
     def next(self) -> tuple[Any, Any]:
         return super().next()[0], self._snapshot()
+
+    def end(self, here: Position) -> Position:
+        """Only the source could tell."""
+        return here
 
 
 def _copied(state: Any) -> Any:

@@ -42,7 +42,7 @@ class Opaque(Source):
     def check(self, resume: Position) -> None:
         """Refuse any position within an epoch, unless what comes before it may be dropped."""
         super().check(resume)
-        if resume.taken and not self._drop_through:
+        if resume.begun and not self._drop_through:
             raise ValueError(
                 f"state stands after batch {resume.taken} of an epoch, and source cannot be taken up there: "
                 f"{self._why}. Use a map-style dataset with DataLoader, torchdata's StatefulDataLoader, or "

@@ -115,6 +115,11 @@ class TokenShards:
         return -(-self._whole_batches(self.order.share(0)) // self.batch_size)
 
     @property
+    def batches_left(self) -> int:
+        """Batches that the latest pass has not yielded yet, equally many on every rank."""
+        return -(-self._whole_batches(self.order.share(self._progress.position)) // self.batch_size)
+
+    @property
     def epoch(self) -> int:
         """The epoch of the latest pass, or of the next one where it was set."""
         return self._progress.epoch

@@ -85,6 +85,11 @@ class ImageLoader:
         return self._schedule.batches(0)
 
     @property
+    def batches_left(self) -> int:
+        """Batches that the latest iterator has not yielded yet, equally many on every rank."""
+        return self._schedule.batches(self._progress.position)
+
+    @property
     def epoch(self) -> int:
         """The epoch of the latest iterator, or the one that comes next where it was set."""
         return self._progress.epoch
