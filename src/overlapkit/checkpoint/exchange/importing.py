@@ -112,8 +112,15 @@ def _write_all(
         with Lane(LANE, kind="thread") as helper:
             for rank, (plan, share) in enumerate(zip(plans, shares, strict=True)):
                 about = {"step": step, "rank": rank, "world": len(shares), "rng": None}
-                data = _read(source, plan, share, count)
-                files |= write_share(disk, temporary, plan, foreign.entries, data, about, helper)
+                files |= write_share(
+                    disk,
+                    temporary,
+                    plan,
+                    foreign.entries,
+                    _read(source, plan, share, count),  # let go of before the next part is read
+                    about,
+                    helper,
+                )
         return commit(disk, temporary, step, files, {"world": len(shares), "metrics": {}})
     except BaseException:
         disk.remove(temporary)
