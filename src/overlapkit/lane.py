@@ -24,6 +24,8 @@ from overlapkit.span import SpanLog
 T = TypeVar("T")
 Kind = Literal["cuda", "thread", "inline"]
 
+_asking = threading.local()  # .quietly: this thread waits without counting as having asked; others may ask
+
 
 class Ticket(Generic[T]):
     """What `Lane.submit` returns: the handle of one piece of work.
@@ -89,13 +91,14 @@ class Ticket(Generic[T]):
     def _quietly(self, ask: Callable[[], T]) -> None:
         if self._pid != os.getpid() and not self._future.done():
             return  # nothing of it runs in a forked child
-        seen = self.seen
+        before, _asking.quietly = getattr(_asking, "quietly", False), True
         try:
             ask()
         except BaseException as error:
             if error is not self.error:
                 raise  # not the work's: an interrupt of this thread
-            self.seen = seen
+        finally:
+            _asking.quietly = before
 
     def _result(self, timeout: float | None) -> T:
         if self._pid != os.getpid() and not self._future.done():
@@ -110,7 +113,8 @@ class Ticket(Generic[T]):
                 raise TimeoutError(f"lane {self._lane!r}: the work was not done after {timeout} s") from None
             value = self._future.result()  # the work's own TimeoutError, or it has just finished
         finally:
-            self.seen = self.seen or self._future.done()
+            if not getattr(_asking, "quietly", False):
+                self.seen = self.seen or self._future.done()
         return value
 
 
