@@ -54,7 +54,12 @@ class Checkpointer:
         * With stage="late", parameters and state of an optimizer in the state are copied during the next
           forward and backward, and its next step begins after that copy. They must change in its step
           only until `Save.staged` is done: a change that moves the tensor's version counter fails the save.
-          Changes through `.data` or by kernels of your own move none, and go unseen.
+          Changes through `.data` or by kernels of your own move none, and go unseen; and so does one to a
+          single tensor of an optimizer's state, right after a save of hundreds of them (see late.py).
+        * A save takes the state apart only where it has other tensors than at the save before. Memory for
+          the copies is made and touched by `restore`, else by the first `save` that is not due, else by the
+          first that is, beside the step: fresh pages cost twenty times the copy, and a save is on the
+          critical path. It is the size of this rank's share, times `in_flight`.
         * Everything else is copied before `save` returns; so are parameters of an optimizer that is
           capturable or runs in backward, whose steps pass no hook.
         * At most `in_flight` saves are in memory, each once.
@@ -145,9 +150,10 @@ class Checkpointer:
         step, kept_metrics = check_step(step), check_metrics(metrics)
         check_state(state)
         if self._every is not None and step % self._every:
-            if self._planner.is_behind(state):
-                self._stager.prewarm(self._planner.take(state), beside=True)
             self._unfinished.surface()
+            if not len(self._unfinished) and self._planner.is_behind(state):
+                with self._log.host(LANE, "prepare", exposed=True):
+                    self._stager.prewarm(self._planner.take(state), beside=True)
             return not_due(step)
         start = time.perf_counter_ns()
         with self._log.host(LANE, "save", exposed=True):

@@ -143,40 +143,41 @@ class Catalog:
 
 def saved_tensors(part: dict[str, Any], manifest: Manifest, path: Path) -> Iterator[tuple[Saved, bool]]:
     """The tensors that one part lists, and whether each is the rank's own."""
+    data = path.with_suffix(".safetensors")
     for name, entry in part["tensors"].items():
         if "alias" not in entry:
             dtype, shape = _DTYPE_OF[entry["dtype"]], tuple(entry["shape"])
             saved = Saved(name, dtype, shape, entry["sharded"], entry["device"], [])
-            saved.chunks.append(_chunk(entry, saved, part, manifest, path))
+            saved.chunks.append(_chunk(entry, saved, part, manifest, data))
             yield saved, entry["own"]
 
 
 def _chunk(
-    entry: dict[str, Any], saved: Saved, part: dict[str, Any], manifest: Manifest, path: Path
+    entry: dict[str, Any], saved: Saved, part: dict[str, Any], manifest: Manifest, data: Path
 ) -> Chunk:
     """A chunk whose place and shape have been checked: a part's word alone opens and allocates nothing."""
     file, block, hash = part["file"], part["block"], manifest.hash
     box = Box(tuple(entry["offset"]), tuple(entry["local"]))
     nbytes = box.numel * saved.dtype.itemsize
     start = file["header"] + entry["at"]
-    name = path.with_suffix(".safetensors").name
     sums = _sums(entry, file, -(-nbytes // block)) if block > 0 <= nbytes else []
     sound = (
-        file["name"] == name
+        file["name"] == data.name
         and len(box.offset) == len(box.shape) == len(saved.shape)
         and all(
             min(a, n) >= 0 and a + n <= whole
             for a, n, whole in zip(box.offset, box.shape, saved.shape, strict=True)
         )
         and file["header"] <= start
-        and start + nbytes <= manifest.files[name]["bytes"]
+        and start + nbytes <= manifest.files[data.name]["bytes"]
         and block > 0
         and block % 8 == 0  # what begins with a block is aligned, whatever its dtype
         and len(sums) == -(-nbytes // block)
     )
     if not sound:
-        raise DamagedCheckpoint(f"{path}: the entry of {saved.name!r} contradicts itself")
-    return Chunk(manifest.folder / name, box, start, nbytes, block, hash, sums)
+        part_path = data.with_suffix(".json")
+        raise DamagedCheckpoint(f"{part_path}: the entry of {saved.name!r} contradicts itself")
+    return Chunk(data, box, start, nbytes, block, hash, sums)
 
 
 def _sums(entry: dict[str, Any], file: dict[str, Any], blocks: int) -> list[Any]:
@@ -351,16 +352,17 @@ def _slabs(chunk: Chunk, both: Box) -> Iterator[Box]:
 def _batches(blocks: list[_Block]) -> list[list[_Block]]:
     """Blocks that lie one after the other in a file, as far as one read takes them."""
     batches: list[list[_Block]] = []
-    nbytes, end = 0, (Path(), 0)
-    for block in sorted(blocks, key=lambda block: (block.chunk.path, block.offset)):
-        place = block.chunk.path, block.offset
+    nbytes = 0
+    end = "", 0
+    for block in sorted(blocks, key=lambda block: (str(block.chunk.path), block.offset)):
+        place = str(block.chunk.path), block.offset
         if place == end and nbytes + block.nbytes <= _AT_ONCE and len(batches[-1]) < _BUFFERS:
             batches[-1].append(block)
             nbytes += block.nbytes
         else:
             batches.append([block])
             nbytes = block.nbytes
-        end = block.chunk.path, block.offset + block.nbytes
+        end = place[0], block.offset + block.nbytes
     return batches
 
 

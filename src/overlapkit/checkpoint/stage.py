@@ -161,10 +161,16 @@ class Stager:
         beside = bool(share.late.data)
         aside: list[torch.Tensor] = []
         try:
-            if beside and lane.kind == "thread" and not ring.is_warm(share.plan.nbytes):
-                aside = [tensor.clone() for tensor in share.now]  # new memory is made on the lane
-            else:
-                staging.ticket = _copy_now(staging, share, lane, ring)
+            if lane.kind == "thread" and beside:
+                if ring.is_warm(share.plan.nbytes):
+                    _copy_now(staging, share, ring, on_cuda=False)
+                else:  # new memory is made on the lane
+                    aside = [tensor.clone() for tensor in share.now]
+            else:  # on a CUDA lane, and the caller's stream after it: the host never waits
+                at_once = lane if lane.kind == "cuda" else Lane(LANE, kind="inline")
+                on_cuda = lane.kind == "cuda"
+                staging.ticket = at_once.submit(lambda: _copy_now(staging, share, ring, on_cuda=on_cuda))
+                staging.ticket.order()
             if beside:
                 for optimizer in share.optimizers:
                     self._hook(optimizer)
@@ -259,17 +265,10 @@ def _warm(ring: PinnedRing, plan: FilePlan, buffers: int) -> None:
         buffer.give_back()
 
 
-def _copy_now(staging: Staging, share: Share, lane: Lane, ring: PinnedRing) -> Ticket[None]:
-    """Copy all but the late tensors before the caller goes on; take the buffer for both."""
-
-    def copy() -> None:
-        queued = [lane.kind == "cuda" and tensor.device == share.device for tensor in share.now]
-        _copy(staging.take(ring)[1], share.now, queued)
-
-    # on a CUDA lane, and the caller's stream after it: the host never waits
-    ticket = (lane if lane.kind == "cuda" else Lane(LANE, kind="inline")).submit(copy)
-    ticket.order()
-    return ticket
+def _copy_now(staging: Staging, share: Share, ring: PinnedRing, *, on_cuda: bool) -> None:
+    """Copy all but the late tensors; take the buffer for both."""
+    queued = [on_cuda and tensor.device == share.device for tensor in share.now]
+    _copy(staging.take(ring)[1], share.now, queued)
 
 
 def _late_copy(
