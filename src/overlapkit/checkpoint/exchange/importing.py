@@ -113,17 +113,20 @@ def _write_all(
 
 
 def _shares(source: Source, foreign: Foreign) -> Iterator[list[Piece]]:
-    """What each part will hold: at most one piece of a tensor, as they go by its name. At least one part."""
-    share: dict[str, Piece] = {}
+    """What each part will hold; at least one part.
+
+    Never two pieces of one tensor, which would have the same name: each leaves less room than one row.
+    """
+    share: list[Piece] = []
     room = SHARE
     for piece in _pieces(source, foreign):
         nbytes = piece.nbytes if piece.alias is None else 0
-        if share and (nbytes > room or piece.name in share):
-            yield list(share.values())
-            share, room = {}, SHARE
-        share[piece.name] = piece
+        if share and nbytes > room:
+            yield share
+            share, room = [], SHARE
+        share.append(piece)
         room -= nbytes
-    yield list(share.values())
+    yield share
 
 
 def _pieces(source: Source, foreign: Foreign) -> Iterator[Piece]:
