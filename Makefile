@@ -1,14 +1,14 @@
 # The two commands: `make demo` trains a small GPT through all lanes, `make test` runs the tests.
 # Each first makes .venv and installs the package there, unless that is done. They need Python 3.11+.
 #
-#   make demo            make test            make check           make bench
+#   make demo            make test            make check           make bench           make bench-input
 #   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check bench install clean
+.PHONY: demo test check bench bench-input install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -25,6 +25,11 @@ check: install
 
 bench: install
 	$(RUN) benchmarks/step.py $(ARGS)
+
+# With the peers, DALI among them: some 300 MB. SPDL also needs FFmpeg's libraries.
+bench-input: install
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(RUN) benchmarks/input.py $(ARGS)
 
 install: $(VENV)/.installed
 

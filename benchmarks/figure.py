@@ -103,17 +103,18 @@ def figure_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     for heading in ("figure", "median", "quartiles", "peer", "ratio", "goal", ""):
         table.add_column(heading, justify="right" if heading in ("median", "quartiles", "ratio") else "left")
     for row in rows:
-        spread = "" if row["spread"] is None else " .. ".join(_short(end) for end in row["spread"])
-        peer = "" if row["peer"] is None else f"{row['peer']} {_short(row['peer_value'], row['unit'])}"
+        spread = "" if row["spread"] is None else " .. ".join(short(end) for end in row["spread"])
+        peer = "" if row["peer"] is None else f"{row['peer']} {short(row['peer_value'], row['unit'])}"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
         verdict = {None: "", True: "[green]met", False: "[red]MISSED"}[row["met"]]
         table.add_row(
-            row["name"], _short(row["value"], row["unit"]), spread, peer, ratio, row["goal"] or "", verdict
+            row["name"], short(row["value"], row["unit"]), spread, peer, ratio, row["goal"] or "", verdict
         )
     return table
 
 
-def _short(value: float | None, unit: str = "") -> str:
+def short(value: float | None, unit: str = "") -> str:
+    """A number to three digits."""
     if value is None:
         return "not measured"
     digits = max(0, 3 - len(str(int(abs(value))))) if abs(value) >= 1 else 4

@@ -20,7 +20,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,11 +42,13 @@ __all__ = [
     "alternate",
     "figure_table",
     "finish",
+    "new_file",
     "parser",
     "report",
     "returned_seconds",
     "time_figure",
     "timer_for",
+    "torch_threads",
     "wall_seconds",
     "write_json",
 ]
@@ -116,6 +119,17 @@ def timer_for(device: torch.device) -> Timer:
         return float(start.elapsed_time(end)) / 1e3
 
     return event_seconds
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch compute on so many cores in this thread; each thread has a number of its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def alternate(
@@ -193,9 +207,17 @@ def parser(question: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=question)
     options.set_defaults(question=question)
     options.add_argument("--quick", action="store_true", help="a short run, under a minute on two cores")
-    options.add_argument("--json", type=_new_file, metavar="PATH", help="write the report here")
+    options.add_argument("--json", type=new_file, metavar="PATH", help="write the report here")
     options.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU where there is one)")
     return options
+
+
+def new_file(text: str) -> Path:
+    """An option's type: a path that can be written. A report that cannot would cost the whole run."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: name a file in a folder that exists and can be written")
+    return path
 
 
 def finish(figures: Sequence[Figure], args: argparse.Namespace) -> int:
@@ -238,11 +260,3 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     half = path.with_name(path.name + ".part")
     half.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     os.replace(half, path)
-
-
-def _new_file(text: str) -> Path:
-    """Checked before the run: a report that cannot be written would cost the whole run."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r}: name a file in a folder that exists and can be written")
-    return path

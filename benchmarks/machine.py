@@ -21,8 +21,11 @@ _PACKAGES = (
     "numpy",
     "nvidia-dali-cuda120",
     "nvidia-dali-cuda130",
+    "pillow",
     "rich",
     "safetensors",
+    "simplejpeg",
+    "spdl",
     "torchdata",
     "triton",
 )
@@ -66,6 +69,12 @@ def commit(root: Path = ROOT) -> str:
     if head is None:
         return "unknown"
     return f"{head}-dirty" if _git(root, "status", "--porcelain") else head
+
+
+def environment() -> dict[str, str]:
+    """For processes that a benchmark starts: they find the checkout's package, installed or not."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def _git(root: Path, *words: str) -> str | None:

@@ -10,7 +10,6 @@ runs twice for ten steps, which on shared cores repeats within a tenth only: so 
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from harness import Figure, alternate, finish, parser, returned_seconds, time_figure
+from machine import ROOT, environment
 
-ROOT = Path(__file__).resolve().parent.parent
 EVERY = 10  # steps between checkpoints
 
 
@@ -42,12 +41,6 @@ class Variant:
                 raise SystemExit(f"{' '.join(command)} failed:\n{ran.stdout}\n{ran.stderr}")
             self.reports.append(json.loads((Path(out) / "result.json").read_text())["report"])
         return self.reports[-1]["period_ms"] / 1e3
-
-
-def environment() -> dict[str, str]:
-    """The checkout's package, installed or not."""
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path}
 
 
 def exposed_percent(reports: list[dict[str, Any]]) -> float | None:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -58,6 +59,27 @@ def test_a_thread_lane_is_beside_the_caller_and_keeps_order_with_it_only_through
             ticket.wait(0.01)
         gate.set()
         assert ticket.order() is True
+
+
+def test_everyone_who_waits_is_told_though_one_of_them_was_interrupted_or_gave_up() -> None:
+    gate, told = threading.Event(), []
+    main = threading.get_ident()
+    with Lane("x") as lane:
+        ticket = lane.submit(gate.wait)
+        others = [threading.Thread(target=lambda: told.append(ticket.wait(20))) for _ in range(3)]
+        for other in others:
+            other.start()
+        with pytest.raises(TimeoutError):
+            ticket.wait(0.01)
+        timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            ticket.wait(20)
+        gate.set()
+        assert ticket.wait(20) is True
+        for other in (timer, *others):
+            other.join(20)
+    assert told == [True] * 3
 
 
 @pytest.mark.parametrize("kind", HOST_KINDS)

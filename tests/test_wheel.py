@@ -65,7 +65,7 @@ def test_the_metadata_asks_for_what_is_stated(metadata):
         "rich",
         "typer",
     }
-    extras = {"data", "images", "images-cu12", "viz", "remote", "gpu", "all", "dev", "docs"}
+    extras = {"data", "images", "images-cu12", "viz", "remote", "gpu", "all", "dev", "docs", "bench"}
     assert set(metadata.get_all("Provides-Extra")) == extras
 
 

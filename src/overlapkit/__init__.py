@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from overlapkit import kernels
     from overlapkit.checkpoint import Checkpointer
-    from overlapkit.input import DeviceLoader
+    from overlapkit.input import DeviceLoader, ElasticSampler, Mixture, TokenShards, write_token_shards
     from overlapkit.measure import StepMeter, StepReport
     from overlapkit.optim import AdamW
     from overlapkit.parallel import replicate, shard
@@ -21,21 +21,29 @@ __all__ = [
     "AdamW",
     "Checkpointer",
     "DeviceLoader",
+    "ElasticSampler",
+    "Mixture",
     "StepMeter",
     "StepReport",
+    "TokenShards",
     "kernels",
     "replicate",
     "shard",
+    "write_token_shards",
 ]
 
 _HOME = {
     "AdamW": "optim",
     "Checkpointer": "checkpoint",
     "DeviceLoader": "input",
+    "ElasticSampler": "input",
+    "Mixture": "input",
     "StepMeter": "measure",
     "StepReport": "measure",
+    "TokenShards": "input",
     "replicate": "parallel",
     "shard": "parallel",
+    "write_token_shards": "input",
 }
 
 

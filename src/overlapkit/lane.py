@@ -13,7 +13,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -39,7 +38,10 @@ class Ticket(Generic[T]):
         self.seen = False
         self._lane = lane
         self._pid = os.getpid()
-        self._future: Future[T] = Future()
+        self._settled = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._waiting: list[threading.Lock] = []  # one for each thread that blocks: none where work is done
         self._event: torch.cuda.Event | None = None
 
     def wait(self, timeout: float | None = None) -> T:
@@ -79,15 +81,15 @@ class Ticket(Generic[T]):
 
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once. Never blocks."""
-        return self._future.done() and (self._event is None or self._event.query())
+        return self._settled and (self._event is None or self._event.query())
 
     @property
     def error(self) -> BaseException | None:
         """What the work raised, as far as it has run. Looking does not count as asking."""
-        return self._future.exception() if self._future.done() else None
+        return self._error
 
     def _quietly(self, ask: Callable[[], T]) -> None:
-        if self._pid != os.getpid() and not self._future.done():
+        if self._pid != os.getpid() and not self._settled:
             return  # nothing of it runs in a forked child
         seen = self.seen
         try:
@@ -98,20 +100,37 @@ class Ticket(Generic[T]):
             self.seen = seen
 
     def _result(self, timeout: float | None) -> T:
-        if self._pid != os.getpid() and not self._future.done():
+        if not self._settled:
+            self._block(timeout)
+        self.seen = True
+        if self._error is None:
+            return self._value  # type: ignore[return-value]  # None only where the work's result is
+        try:
+            raise self._error
+        finally:
+            del self  # the traceback refers to this frame
+
+    def _block(self, timeout: float | None) -> None:
+        """Wait for the work. An own lock for each waiter: an interrupted one keeps nothing from another."""
+        if self._pid != os.getpid():
             raise RuntimeError(
                 f"lane {self._lane!r}: this work was submitted in process {self._pid}, before the fork; "
                 "a forked child does not have it: submit it again here"
             )
-        try:
-            value = self._future.result(timeout)
-        except TimeoutError:
-            if not self._future.done():
-                raise TimeoutError(f"lane {self._lane!r}: the work was not done after {timeout} s") from None
-            value = self._future.result()  # the work's own TimeoutError, or it has just finished
-        finally:
-            self.seen = self.seen or self._future.done()
-        return value
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiting.append(lock)
+        if not self._settled:
+            lock.acquire(timeout=-1 if timeout is None else max(0, timeout))
+        if not self._settled:
+            raise TimeoutError(f"lane {self._lane!r}: the work was not done after {timeout} s")
+
+    def _settle(self, value: T | None, error: BaseException | None) -> None:
+        """Note how the work ended. Who registers after `_settled` is true sees it, and does not block."""
+        self._value, self._error = value, error
+        self._settled = True
+        for lock in self._waiting:
+            lock.release()
 
 
 class _Job(Generic[T]):
@@ -127,10 +146,10 @@ class _Job(Generic[T]):
             value = self.fn()
         except BaseException as error:  # whatever it is, it belongs to whoever holds the ticket
             self.failed[:] = [*(old for old in self.failed if not old.seen), self.ticket]
-            self.ticket._future.set_exception(error)
+            self.ticket._settle(None, error)
             del self  # the traceback refers to this frame: without this, work and error keep each other alive
         else:
-            self.ticket._future.set_result(value)
+            self.ticket._settle(value, None)
 
 
 def _work(inbox: "queue.SimpleQueue[Callable[[], None] | None]", threads: int) -> None:
@@ -306,6 +325,8 @@ class Lane:
     def _timed(self, run: Callable[[], None], name: str | None, bytes: int | None) -> Callable[[], None]:
         """The work with the lane's delay and span around it; refers to no part of the lane itself."""
         delay, log, lane = self.delay_s, self._log, self.name
+        if not delay and (log is None or name is None):
+            return run
 
         def timed() -> None:
             if delay:

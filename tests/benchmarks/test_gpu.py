@@ -72,12 +72,14 @@ def test_what_becomes_of_a_benchmark(checkout, script, status, figures, detail):
 
 
 def test_a_benchmark_is_told_device_and_report_and_what_it_says_is_logged(checkout):
-    (checkout / "benchmarks" / "step.py").write_text(_script(True, 0))
+    for name in ("step.py", "input.py"):
+        (checkout / "benchmarks" / name).write_text(_script(True, 0))
     _run_part(checkout, "step")
     log = (checkout.parent / "log").read_text()
     assert "===== step:" in log
     assert "'--device', 'cpu', '--quick'" in log
     assert "--quick" not in gpu.benchmark_command("step", "cuda", Path("report"))
+    assert "--quick" in gpu.benchmark_command("input", "cuda", Path("report"))  # the whole takes too long
 
 
 def test_a_part_that_hangs_is_ended_with_its_children(checkout, monkeypatch):

@@ -191,6 +191,13 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path, cap
         assert "folder that exists" in capsys.readouterr().err
 
 
+def test_torch_threads_are_put_back():
+    before = torch.get_num_threads()
+    with harness.torch_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
 def test_the_cpu_timer_is_the_wall_clock():
     assert timer_for(torch.device("cpu")) is harness.wall_seconds
 

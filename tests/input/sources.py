@@ -1,9 +1,11 @@
 """Sources of every kind over the same numbers, for tests of order and resuming."""
 
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -16,6 +18,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+
+from overlapkit.input import ElasticSampler, SampleSeed
 
 
 class Numbers(Dataset[int]):
@@ -85,6 +89,26 @@ class ByEpoch(Sampler[list[int]]):
             yield order[start : start + self.size]
 
 
+class Augmented(Dataset[Any]):
+    """Each sample with a number drawn for it from its own generator."""
+
+    def __init__(self, n: int, seed: int = 17) -> None:
+        self.n, self.seed = n, SampleSeed(seed)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand((), generator=self.seed.generator(index)).item()
+
+
+class Careless(Augmented):
+    """Each sample with numbers drawn for it from the global generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item(), random.random(), np.random.rand()
+
+
 def generator(seed: int = 5) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -131,6 +155,7 @@ MAP_STYLE: dict[str, Callable[..., DataLoader[int]]] = {
     "unbatched": unbatched,
     "by epoch": by_epoch,
     "distributed": _sampled(lambda data: DistributedSampler(data, num_replicas=2, rank=1, seed=3)),
+    "elastic": _sampled(lambda data: ElasticSampler(data, num_replicas=2, rank=1, seed=3)),
     "with replacement": _sampled(lambda data: RandomSampler(data, replacement=True, generator=generator())),
     "weighted": _sampled(lambda data: WeightedRandomSampler([1.0] * len(data), len(data))),
     "subset": _sampled(lambda data: SubsetRandomSampler(range(len(data)), generator=generator())),
@@ -153,6 +178,11 @@ def stateful_loader(n: int, size: int, **options: Any) -> Any:
     return _stateful(data, size, sampler=RandomSampler(data, generator=generator()), **options)
 
 
+def stateful_elastic(n: int, size: int, **options: Any) -> Any:
+    data = Numbers(n)
+    return _stateful(data, size, sampler=ElasticSampler(data, num_replicas=2, rank=1, seed=3), **options)
+
+
 def stateful_stream(n: int, size: int, **options: Any) -> Any:
     return _stateful(StatefulStream(n), size, **options)
 
@@ -171,6 +201,7 @@ def listed(n: int, size: int) -> list[list[int]]:
 RESUMABLE: dict[str, Callable[[int, int], Any]] = {
     **MAP_STYLE,
     "stateful loader": stateful_loader,
+    "stateful elastic": stateful_elastic,
     "stateful stream": stateful_stream,
     "list": listed,
 }

@@ -19,9 +19,8 @@ from tests.input.sources import ByEpoch, Numbers, Stream, in_order, plain
         ({"pin": torch.ones(2)}, ValueError, "pin=tensor"),
         ({"transform": 3}, TypeError, "transform=3"),
         ({"uneven": "skip"}, ValueError, "uneven='skip'"),
-        ({"uneven": "drop"}, NotImplementedError, "uneven='drop'"),
-        ({"uneven": "join"}, NotImplementedError, "uneven='join'"),
-        ({"reuse_buffers": True}, NotImplementedError, "reuse_buffers=True"),
+        ({"uneven": False}, ValueError, "uneven=False"),
+        ({"reuse_buffers": 2}, ValueError, "reuse_buffers=2"),
         ({"device": "gpu"}, ValueError, "device='gpu'"),
         ({"device": "meta"}, ValueError, "device='meta'"),
     ],
@@ -64,10 +63,12 @@ def test_the_source_s_attributes_are_forwarded() -> None:
     assert loader.device == torch.device("cpu")
 
 
-def test_what_the_source_lacks_is_lacking() -> None:
+@pytest.mark.parametrize("name", ["dataset", "sampler", "batch_sampler", "batch_size"])
+def test_what_the_source_lacks_is_lacking(name: str) -> None:
     loader = DeviceLoader(lambda: iter([1]), "cpu")
-    assert not hasattr(loader, "dataset")
-    assert not hasattr(loader, "batch_size")
+    assert not hasattr(loader, name)
+    with pytest.raises(AttributeError, match=f"source=function has no {name}"):
+        getattr(loader, name)
     with pytest.raises(TypeError, match="len"):
         len(loader)
     assert list(loader) == [1]  # list() asks for a length first

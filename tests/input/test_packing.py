@@ -12,6 +12,9 @@ def pack(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
     packing = Packing(tensors)
     host = torch.full((packing.nbytes,), 0xAB, dtype=torch.uint8)
     packing.fill(host)
+    again = torch.full((packing.nbytes,), 0xAB, dtype=torch.uint8)
+    packing.fill_there(again)
+    assert torch.equal(host, again)
     device = torch.empty(packing.nbytes, dtype=torch.uint8)
     device.copy_(host)
     host.zero_()
@@ -122,6 +125,20 @@ def test_two_tensors_over_one_numpy_array_share() -> None:
     (short, whole), _ = pack([torch.from_numpy(array[:3]), torch.from_numpy(array)])
     whole[1] = 50
     assert short.tolist() == [0, 50, 2]
+
+
+def test_neighbours_in_a_storage_are_copied_in_one_go_and_others_are_not() -> None:
+    array = np.arange(512, dtype=np.float32)
+    whole = torch.from_numpy(array)
+    one = Packing([whole[:100], whole[128:130], whole[256:].view(torch.int64)])
+    assert one.copied == 2048
+    # as far apart as they will be, but of two storages, of which none holds both
+    apart = [torch.from_numpy(array[:128]), torch.from_numpy(array[128:])]
+    # and of two, of which one does
+    within = [torch.from_numpy(array[:128]), whole[128:]]
+    for tensors in (apart, within):
+        for new, old in zip(pack(tensors)[0], tensors, strict=True):
+            same(new, old)
 
 
 def test_starts_are_aligned_as_the_allocator_would() -> None:

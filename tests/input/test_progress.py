@@ -88,3 +88,32 @@ def test_a_state_that_lacks_something_is_refused() -> None:
 def test_an_epoch_that_is_none_is_refused(epoch: object) -> None:
     with pytest.raises(ValueError, match="epoch="):
         progress().set_epoch(epoch)  # type: ignore[arg-type]
+
+
+def test_a_rest_that_is_not_worth_a_pass_is_the_epoch_s_end() -> None:
+    here = Progress(Order(100, 0, 2, 0, True, True), least=5)
+    for position, begun in ((90, (5, 2)), (91, (50, 3))):
+        here.load_state_dict({**here.state_dict(), "epoch": 2, "position": position})
+        assert (here.begin(), here.epoch) == begun
+    here.load_state_dict({**here.state_dict(), "epoch": 2, "position": 91})
+    here.set_epoch(2)
+    assert (here.begin(), here.epoch, here.position) == (50, 2, 0)
+
+
+def test_what_else_a_position_depends_on_stands_in_the_state() -> None:
+    here = Progress(Order(100, 0, 1, 0, True, True), identity={"window": 8})
+    state = here.state_dict()
+    assert state["window"] == 8
+    here.load_state_dict(state)
+    with pytest.raises(ValueError, match="state has window=9, this source has 8"):
+        here.load_state_dict({**state, "window": 9})
+    with pytest.raises(ValueError, match="state lacks window"):
+        here.load_state_dict(progress().state_dict())
+
+
+def test_a_pass_that_is_still_taking_does_not_move_the_next_one() -> None:
+    here = progress()
+    here.begin()
+    here.set_epoch(4)
+    here.take(30)  # a reader that is in the middle of a batch
+    assert (here.begin(), here.epoch, here.position) == (100, 4, 0)

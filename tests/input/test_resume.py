@@ -112,7 +112,7 @@ def test_stops_within_an_epoch_twice_and_at_its_end(kind: str, lives: list[int])
 
 
 @pytest.mark.parametrize(
-    "kind", ["shuffled", "own generator", "distributed", "stateful loader", "stateful stream"]
+    "kind", ["shuffled", "own generator", "distributed", "elastic", "stateful loader", "stateful stream"]
 )
 @pytest.mark.parametrize(
     "options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str
@@ -221,6 +221,32 @@ def test_state_of_a_stateful_source_is_that_of_the_batch_handed_over() -> None:
     assert [s["_num_yielded"] for s in got] == [s["_num_yielded"] for s in want] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "wrap", [lambda at: at, lambda at: {"at": at}, lambda at: [{"at": at, "n": 1}], lambda at: (at,)], ids=str
+)
+def test_a_source_may_go_on_changing_the_state_that_it_gave_out(wrap: Callable[[Any], Any]) -> None:
+    class Source:
+        def __init__(self) -> None:
+            self.at = [0, torch.zeros(1)]
+            self.state = {"name": "x", "where": wrap(self.at)}
+
+        def __iter__(self) -> Iterator[int]:
+            for _ in range(5):
+                self.at[0] += 1
+                self.at[1].add_(1)
+                yield self.at[0]
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    loader = DeviceLoader(Source(), "cpu", depth=4)
+    states = [loader.state_dict()["mark"] for _ in loader]
+    assert states == [{"name": "x", "where": wrap([k, torch.full((1,), float(k))])} for k in range(1, 6)]
+
+
 def test_state_before_anything_was_taken() -> None:
     torch.manual_seed(3)
     loader = DeviceLoader(own_generator(10, 2), "cpu")
@@ -291,6 +317,18 @@ def test_a_set_epoch_that_goes_unmentioned_is_resumed_too() -> None:
     other = build()
     other.load_state_dict(state)
     assert [plain(batch) for batch in other] == batches[1:]
+
+
+@pytest.mark.parametrize("build", [in_order, shuffled, MAP_STYLE["distributed"]])
+def test_an_epoch_that_is_set_only_after_loading_is_the_state_s_own(build: Callable[..., Any]) -> None:
+    torch.manual_seed(3)
+    bare = [plain(batch) for batch in build(12, 2)]
+    torch.manual_seed(3)
+    first, second = DeviceLoader(build(12, 2), "cpu"), DeviceLoader(build(12, 2), "cpu")
+    begun = [plain(next(iter(first)))]
+    second.load_state_dict(first.state_dict())
+    second.set_epoch(0)
+    assert begun + [plain(batch) for batch in second] == bare
 
 
 def test_another_epoch_than_the_state_s_starts_at_its_beginning_with_a_warning() -> None:
@@ -461,3 +499,67 @@ def test_leaving_the_rest_of_an_epoch_waits_for_the_reader_that_has_begun_it() -
         with pytest.warns(UserWarning, match="epoch 1 was set"):
             taken = [index for batch in loader for index in batch.tolist()]
         assert taken == list(range(100, 120))
+
+
+class Epochs:
+    """A source with a state and epochs of its own: batch k of epoch e is 10 * e + k."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.epoch, self.at, self.told = n, 0, 0, True
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.told:
+            self.epoch, self.at = self.epoch + 1, 0
+        self.told = False
+        return self._rest()
+
+    def _rest(self) -> Iterator[int]:
+        while self.at < self.n:
+            self.at += 1
+            yield 10 * self.epoch + self.at - 1
+
+    def set_epoch(self, epoch: int) -> None:
+        if not (self.told and epoch == self.epoch):
+            self.epoch, self.at = epoch, 0
+        self.told = True
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at, self.told = state["epoch"], state["at"], True
+
+
+@pytest.mark.parametrize("lives", [[3], [1, 1], [4], [5], [8, 2], [4, 4]], ids=str)
+def test_a_source_with_epochs_of_its_own_has_the_last_word_on_them(lives: list[int]) -> None:
+    assert resumed_run(lambda: Epochs(4), 2, lives) == truth(Epochs(4))
+
+
+def test_an_epoch_set_after_the_state_was_loaded_is_begun_whole() -> None:
+    loader = DeviceLoader(Epochs(4), "cpu")
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    loader.set_epoch(7)
+    assert list(loader) == [70, 71, 72, 73]
+
+
+class Later(Epochs):
+    """A source whose state is worked out when it is asked for: it has what was noted until then."""
+
+    notes = 0
+
+    def state_later(self) -> Callable[[], dict[str, int]]:
+        noted = self.state_dict()
+        return lambda: {**noted, "notes": self.notes}
+
+
+def test_what_a_source_was_told_after_a_batch_was_read_ahead_is_in_the_state_behind_it() -> None:
+    source = Later(9)
+    loader = DeviceLoader(source, "cpu", depth=4)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    source.notes = 5
+    assert loader.state_dict()["mark"] == {"epoch": 0, "at": 2, "notes": 5}
+    loader.close()

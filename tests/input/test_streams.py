@@ -1,6 +1,7 @@
 """DeviceLoader's scheduling on a GPU, under the recorder: no value and no order may be wrong."""
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -75,18 +76,79 @@ def test_the_consumer_may_iterate_on_a_stream_of_its_own() -> None:
         assert machine.faults == []
 
 
-def test_a_batch_used_on_another_stream_than_it_was_read_for_may_be_dropped_at_once() -> None:
+@pytest.mark.parametrize("transform", [None, double], ids=["plain", "transform"])
+@pytest.mark.parametrize("grad", [False, True], ids=["packed", "moved one by one"])
+def test_a_batch_used_on_another_stream_than_it_was_read_for_may_be_dropped_at_once(
+    grad: bool, transform: Any
+) -> None:
     with fake_cuda() as machine:
         mine = torch.cuda.Stream()
-        loader = ok.DeviceLoader(batches(), "cuda", depth=1)
+        source = [{"x": torch.full((4, 3), float(i), requires_grad=grad)} for i in range(9)]
+        loader = ok.DeviceLoader(source, "cuda", depth=1, transform=transform)
         reading = iter(loader)
         next(reading)  # on the default stream: it is where the next batch is read to
         with torch.cuda.stream(mine):
-            for batch in reading:  # the memory goes when the batch after the next takes its host buffer
-                batch["x"].sum()
+            for batch in reading:
+                batch["x"].detach().sum()
                 del batch
         gc.collect()
         assert machine.faults == []
+        loader.close()
+
+
+def test_a_batch_whose_transform_failed_goes_without_the_garbage_collector() -> None:
+    def fail(batch: Any) -> Any:
+        raise LookupError
+
+    with fake_cuda() as machine:
+        mover = Mover(torch.device("cuda", 0), 2, True, fail, SpanLog())
+        gc.collect()
+        gc.disable()
+        try:
+            arrival = mover.send({"x": torch.ones(4)}, torch.cuda.current_stream())
+            gone = weakref.ref(arrival)
+            del arrival
+            assert gone() is None
+        finally:
+            gc.enable()
+        del mover
+        assert machine.faults == []
+
+
+class Moving:
+    """Moves itself: on the device its memory is made on the current stream."""
+
+    def pin_memory(self) -> "Moving":
+        return self
+
+    def to(self, device: Any, non_blocking: bool) -> "Moving":
+        self.x = torch.ones(4, device=device)
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        self.x.record_stream(stream)
+
+
+def test_what_moves_itself_is_ordered_before_its_use_on_another_stream() -> None:
+    with fake_cuda() as machine:
+        loader = ok.DeviceLoader([Moving() for _ in range(5)], "cuda", depth=1)
+        reading = iter(loader)
+        next(reading)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert [batch.x.sum().raw.item() for batch in reading] == [4] * 4
+        gc.collect()
+        assert machine.faults == []
+        loader.close()
+
+
+def test_no_memory_of_a_batch_is_kept_once_the_loop_has_dropped_it() -> None:
+    with fake_cuda() as machine:
+        loader = ok.DeviceLoader(batches(), "cuda", depth=3)
+        for _ in loader:
+            pass
+        del _
+        gc.collect()
+        assert [memory.name for memory in machine.memories.values() if memory.home != "host"] == []
         loader.close()
 
 

@@ -17,16 +17,17 @@ from typing import Any, Literal, Self
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.commit import RunLock, sweep
 from overlapkit.checkpoint.disk import Disk
+from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Job, Run, sound_steps
 from overlapkit.checkpoint.layout import check_state, take_inventory
 from overlapkit.checkpoint.opening import check_metrics, check_options, check_step, open_directory
-from overlapkit.checkpoint.quorum import Quorum, Report
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
 from overlapkit.checkpoint.stage import LANE, Stager, Staging
 from overlapkit.checkpoint.verification import verify
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
+from overlapkit.quorum import Quorum, Report
 from overlapkit.span import Span, SpanLog
 
 
@@ -92,7 +93,7 @@ class Checkpointer:
         check_options(directory, every, keep, keep_every, best, in_flight, stage, timeout)
         self._every, self._in_flight, self._stage = every, in_flight, stage
         self._root = Path(directory)
-        self._quorum = Quorum(os.fspath(directory), timeout)
+        self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
         self._lock: RunLock | None = None
         opened = self._quorum.together("open", self._open, self._open_run)
         self._log = SpanLog()

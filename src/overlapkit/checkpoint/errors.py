@@ -8,6 +8,8 @@ CheckpointError
 
 from typing import TYPE_CHECKING
 
+from overlapkit import quorum
+
 if TYPE_CHECKING:
     from overlapkit.checkpoint.verification import Damage
 
@@ -16,7 +18,7 @@ class CheckpointError(RuntimeError):
     """Base of all errors of this package."""
 
 
-class RankFailed(CheckpointError):
+class RankFailed(CheckpointError, quorum.RankFailed):
     """Another rank failed or did not report in time, so no rank went on; the message says which, and why."""
 
 

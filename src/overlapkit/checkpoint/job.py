@@ -11,10 +11,10 @@ from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import CheckpointError, RankFailed
 from overlapkit.checkpoint.layout import DTYPES, Inventory
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
-from overlapkit.checkpoint.quorum import NoVerdict, Quorum, Report
 from overlapkit.checkpoint.retention import surplus
 from overlapkit.checkpoint.stage import LANE, Staging
 from overlapkit.checkpoint.writer import remove_share, write_share
+from overlapkit.quorum import Quorum, Report
 from overlapkit.span import SpanLog
 
 
@@ -75,7 +75,7 @@ class Job:
             with contextlib.suppress(OSError):  # swept later; the error that led here matters more
                 if run.quorum.rank == 0:
                     run.disk.remove(temporary)
-                elif not isinstance(error, NoVerdict):  # rank 0 may be about to commit these files
+                elif not getattr(error, "undecided", False):  # rank 0 may be about to commit these files
                     remove_share(run.disk, temporary, run.quorum.rank)  # a late rank makes the folder anew
             raise
         final = run.root / step_name(self.step)

@@ -10,10 +10,10 @@ from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
 from overlapkit.checkpoint.match import Plan, Values, make_plan
 from overlapkit.checkpoint.opening import check_step
-from overlapkit.checkpoint.quorum import Quorum, Report
 from overlapkit.checkpoint.reader import Catalog, read_boxes, room
 from overlapkit.checkpoint.stage import Stager
 from overlapkit.pinned import PinnedBuffer
+from overlapkit.quorum import Quorum, Report
 
 
 class Restorer:

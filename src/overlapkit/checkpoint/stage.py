@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -246,7 +247,9 @@ class Stager:
         assert lane is not None
         if lane.kind == "cuda":
             stream = torch.cuda.current_stream(lane.device)
-            waiting = self._log.stream(LANE, "wait for staging", stream, exposed=True)
+            waiting: AbstractContextManager[None] = self._log.stream(
+                LANE, "wait for staging", stream, exposed=True
+            )
         else:
             waiting = self._log.host(LANE, "wait for staging", exposed=True)
         with waiting:

@@ -1,5 +1,23 @@
 """Lanes 1 and 2: the next batch is ready, and on the device, before the step asks for it."""
 
+from overlapkit.input.documents import PackedTokens
 from overlapkit.input.loader import DeviceLoader
+from overlapkit.input.mixture import Mixture
+from overlapkit.input.sample_seed import SampleSeed, SeededDataset
+from overlapkit.input.sampler import ElasticSampler
+from overlapkit.input.shard_writer import write_token_shards
+from overlapkit.input.targets import PackedInputs, inputs_and_targets
+from overlapkit.input.tokens import TokenShards
 
-__all__ = ["DeviceLoader"]
+__all__ = [
+    "DeviceLoader",
+    "ElasticSampler",
+    "Mixture",
+    "PackedInputs",
+    "PackedTokens",
+    "SampleSeed",
+    "SeededDataset",
+    "TokenShards",
+    "inputs_and_targets",
+    "write_token_shards",
+]

@@ -3,18 +3,24 @@
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from overlapkit.device import as_device, rank_and_world
+from overlapkit.input.arguments import check
 from overlapkit.input.detect import open_source
+from overlapkit.input.draws import DrawWatch
+from overlapkit.input.epochs import current_epoch, epoch_holders
+from overlapkit.input.fixed import FixedMemory
 from overlapkit.input.iterator import BatchIterator
+from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
+from overlapkit.input.ranks import Ranks
 from overlapkit.input.reader import Reader
-from overlapkit.input.skipping import sampler_chain
 from overlapkit.input.sources import Cursor
 from overlapkit.input.transfer import Mover
+from overlapkit.input.uneven import Uneven
 from overlapkit.span import Span, SpanLog
 
 
@@ -28,8 +34,9 @@ class DeviceLoader:
     ```
 
     On a GPU the tensors of a batch are packed into one page-locked buffer, copied in one go on a side
-    stream, and ordered before whatever the consumer's current stream is given next. On the CPU batches
-    are handed over as they are, read ahead.
+    stream, and ordered before whatever the consumer's current stream is given next. A source that offers
+    `iter_into(empty)`, as TokenShards does, makes its batches in that buffer: nothing is packed then. On
+    the CPU batches are handed over as they are, read ahead.
 
     Batches keep their types: lists, tuples, named tuples, mappings and dataclasses of any nesting are
     rebuilt, tensors that share memory go on sharing it, objects with `.to` and `.pin_memory` move
@@ -38,28 +45,47 @@ class DeviceLoader:
 
     `state_dict()` counts what the loop has taken, not what was read ahead, and what is loaded applies to
     the next `iter()`. A map-style DataLoader is taken up in mid-epoch by skipping indices in the same
-    order, a list by index, a source with a state of its own by that; anything else only between epochs.
-    A state at an epoch's end starts the next epoch. Random augmentation goes on bitwise only where it
-    does not draw from global generators: the reader's thread shares those with the training loop.
+    order, a list by index, a source with a state of its own by that; anything else only between epochs,
+    or by `drop_through`. A state at an epoch's end starts the next epoch. Random augmentation goes on
+    bitwise only where it does not draw from global generators, which the reader's thread (and on a GPU
+    `transform`) shares with the training loop: see SampleSeed. A source that does so is told, once.
+
+    Among several ranks a pass begins on all of them together, unless uneven is None. Where each knows how
+    many batches it has (a list, a map-style DataLoader, or a source with a state and with `batches_left`,
+    which counts those of the pass that its `iter()` began), they say so once, through the job's store, and
+    nothing is exchanged for a batch. Elsewhere a lane beside the reader agrees on each batch, in about four
+    calls to the store and as far ahead as batches are read. No rank waits longer than half of the process
+    group's timeout: then it raises, and names the rank that did not come. One process exchanges nothing.
 
     Args:
-        source: A re-iterable of batches: DataLoader, StatefulDataLoader, torchdata.nodes.Loader, a list,
-            or a function that returns a fresh iterator for each epoch. Its `pin_memory` is best left
-            False: batches are page-locked here.
+        source: A re-iterable of batches: DataLoader, StatefulDataLoader, torchdata.nodes.Loader,
+            TokenShards, Mixture, a list, a function that returns a fresh iterator for each epoch, or an
+            iterator that is reset at each epoch's end, as DALI's are. Its `pin_memory` is best left False:
+            batches are page-locked here.
         device: Where batches go; None for the current accelerator, else the CPU.
         depth: Batches read ahead, at least 1.
         pin: Page-lock host memory; None does so where the device is a GPU. It takes at most (depth + 1)
             times the largest batch.
-        reuse_buffers: Fixed device addresses. Not implemented yet.
+        reuse_buffers: Hand over every batch at the same addresses, as CUDA graphs need it: a batch is valid
+            until the next one is asked for, by which time the loop's stream must wait for whatever uses it
+            on another. It costs one more copy a batch, on the device, for which the loop's stream stands
+            still, and the memory of one batch for each layout (dtypes, shapes, strides), of which there may
+            be 16. Tensors must be plain and dense. The reader's thread goes on while a graph is captured:
+            use `torch.cuda.graph(graph, capture_error_mode="thread_local")`.
         transform: Applied to each batch: on a GPU on the device, on the side stream; else in the
             reader's thread.
-        uneven: What to do where ranks have different numbers of batches. "error" promises that they do
-            not: nothing is exchanged between ranks to verify it, each hands over what its source has, and
-            a difference ends in a collective's timeout. "drop" and "join" are not implemented yet.
+        drop_through: Let a source without a state be taken up in mid-epoch all the same: its epoch begins
+            again, with its generators and torch's as they were, and what was taken is read and dropped. (What
+            persistent workers had kept from earlier epochs does not come back.)
+        uneven: What to do where ranks have different numbers of batches in a pass: "error" raises on all,
+            "drop" ends the pass on all with the shortest, "join" hands a rank's last batch over again until
+            the longest is done (`filler` is True then: multiply the loss by 0). None lets ranks be
+            independent, and is for a loader that not every rank iterates, and equally often.
 
     Raises:
         TypeError: `source` is no re-iterable of batches.
-        ValueError: `source` is empty, or an argument is out of range.
+        ValueError: `source` is empty, or an argument is out of range. From a pass: ranks are uneven.
+        RankFailed: From a pass: another rank failed, or did not come in time.
         RuntimeError: WORLD_SIZE is set but there is no process group: every rank would read the same.
     """
 
@@ -72,11 +98,12 @@ class DeviceLoader:
         pin: bool | None = None,
         reuse_buffers: bool = False,
         transform: Callable[[Any], Any] | None = None,
-        uneven: Literal["error", "drop", "join"] = "error",
+        drop_through: bool = False,
+        uneven: Uneven | None = "error",
     ) -> None:
-        _check(depth, pin, reuse_buffers, transform, uneven)
-        rank_and_world()
-        self._source = open_source(source)
+        check(depth, pin, reuse_buffers, transform, drop_through, uneven)
+        _, world = rank_and_world()
+        self._source = open_source(source, drop_through)
         self._device = as_device(device)
         on_gpu = self._device.type == "cuda"
         if pin and not on_gpu:
@@ -87,6 +114,10 @@ class DeviceLoader:
         self._pin = on_gpu if pin is None else pin
         self._transform = transform
         self._log = SpanLog()
+        self._ranks = Ranks(uneven) if uneven is not None and world > 1 else None
+        self._filler = False
+        self._watch = DrawWatch()
+        self._fixed = FixedMemory(self._device, self._log) if reuse_buffers else None
         self._idle: list[Mover] = []
         self._live: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self._epoch: int | None = None
@@ -97,9 +128,10 @@ class DeviceLoader:
         """Start a pass: an epoch, or the rest of the one that a loaded state stands in.
 
         Passes are independent of each other where the source's are; where it has one iterator at a time
-        (it has a state, or persistent workers), an earlier pass that was not finished is closed.
+        (it has a state, or persistent workers), and with reuse_buffers, an earlier pass that was not
+        finished is closed.
         """
-        if self._source.exclusive:
+        if self._source.exclusive or self._fixed is not None:
             for earlier in list(self._live):
                 earlier.supersede()
         resume, self._resume = self._resume, None
@@ -110,6 +142,8 @@ class DeviceLoader:
             self._depth,
             self._device,
             self._log,
+            self._watch,
+            self._ranks,
             self._take_note,
             self._take_back,
         )
@@ -130,22 +164,40 @@ class DeviceLoader:
     @property
     def dataset(self) -> Any:
         """The source's dataset."""
-        return self._source.original.dataset
+        return self._forward("dataset")
 
     @property
     def sampler(self) -> Any:
         """The source's sampler."""
-        return self._source.original.sampler
+        return self._forward("sampler")
 
     @property
     def batch_sampler(self) -> Any:
         """The source's batch sampler."""
-        return self._source.original.batch_sampler
+        return self._forward("batch_sampler")
 
     @property
     def batch_size(self) -> Any:
         """The source's batch size."""
-        return self._source.original.batch_size
+        return self._forward("batch_size")
+
+    @property
+    def filler(self) -> bool:
+        """Whether the batch handed over last has been handed over before: with uneven="join" at an end."""
+        return self._filler
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch to set for the next pass: `for epoch in range(loader.next_epoch, epochs): ...`.
+
+        0 at first; in front of a state in mid-epoch that epoch; after an epoch, or in front of a state at
+        its end, the one that follows. Lists, map-style DataLoaders and overlapkit's own sources know
+        their end.
+        """
+        epoch, position = self._current_epoch(), self._position
+        if position is not None and position.epoch == epoch and self._source.over(position):
+            return (epoch or 0) + 1
+        return epoch or 0
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the source, or its samplers and dataset, which epoch the next pass is.
@@ -153,7 +205,7 @@ class DeviceLoader:
         Nothing happens where none of them has epochs.
         """
         self._epoch = epoch
-        for holder in self._epoch_holders():
+        for holder in epoch_holders(self._source.original):
             holder.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,9 +236,11 @@ class DeviceLoader:
     def timings(self) -> list[Span]:
         """The spans finished since the last call.
 
-        Lane input: "source" (the reader asked the source), "wait" (exposed: the loop waited for a batch),
-        "transform" (CPU). Lane transfer: "pack" (into the host buffer), "copy" or "copy pageable" (with
-        bytes), "transform", "wait" (exposed: the consumer's stream waited).
+        Lane input: "source" (the reader asked the source), "drop" (it read what had been taken), "wait"
+        (exposed: the loop waited for a batch), "agree" (exposed: it waited for other ranks to begin the
+        pass), "transform" (CPU). Lane transfer: "pack" (into the host buffer), "copy" or "copy pageable"
+        (with bytes), "transform", "wait" (exposed: the loop's stream waited), "reuse" (exposed: the copy to
+        the fixed addresses).
         """
         return self._log.take()
 
@@ -196,25 +250,38 @@ class DeviceLoader:
             iterator.close()
         self._idle.clear()
 
+    def _forward(self, name: str) -> Any:
+        try:
+            return getattr(self._source.original, name)
+        except AttributeError as error:
+            kind = type(self._source.original).__name__
+            raise AttributeError(f"source={kind} has no {name} that could be forwarded") from error
+
     def _begin(self, resume: Position | None) -> Reader:
         """Start reading; called in the consumer's thread."""
-        epoch = self._current_epoch()
-        if resume is not None and resume.taken and resume.epoch != epoch is not None:
-            cursor = self._replay(resume, epoch)
-        else:
-            cursor = self._source.begin(resume)
-            cursor.position.epoch = epoch
-        mover = None
+        mover = empty = None
         if self._device.type == "cuda":
             mover = self._idle.pop() if self._idle else self._new_mover()
-        return Reader(cursor, mover, self._transform, self._log)
+            empty = mover.landing.empty
+        epoch = self._current_epoch()
+        try:
+            if resume is not None and resume.begun and self._source.replays and _differ(resume.epoch, epoch):
+                cursor = self._replay(resume, epoch, empty)
+            else:
+                cursor = self._source.begin(resume, empty)
+                cursor.position.epoch = epoch
+        except BaseException:
+            self._idle += [mover] if mover else []
+            raise
+        return Reader(cursor, mover, self._fixed, self._transform, self._log)
 
-    def _replay(self, resume: Position, epoch: int) -> Cursor:
+    def _replay(self, resume: Position, epoch: int | None, empty: Empty | None) -> Cursor:
         """Take up the state's epoch though another one is set: where it is over, generators go through it."""
         assert resume.epoch is not None
+        assert epoch is not None
         self.set_epoch(resume.epoch)
         try:
-            cursor = self._source.begin(resume)
+            cursor = self._source.begin(resume, empty)
         finally:
             self.set_epoch(epoch)
         cursor.position.epoch = resume.epoch
@@ -223,8 +290,8 @@ class DeviceLoader:
     def _new_mover(self) -> Mover:
         return Mover(self._device, self._depth + 1, self._pin, self._transform, self._log)
 
-    def _take_note(self, position: Position) -> None:
-        self._position = position
+    def _take_note(self, position: Position, filler: bool) -> None:
+        self._position, self._filler = position, filler
 
     def _take_back(self, reader: Reader) -> None:
         """Keep what a finished pass moved its batches with: streams and page-locked memory are dear."""
@@ -233,29 +300,10 @@ class DeviceLoader:
             reader.mover = None
 
     def _current_epoch(self) -> int | None:
-        for holder in self._epoch_holders():
-            if isinstance(epoch := getattr(holder, "epoch", None), int):
-                return epoch
-        return self._epoch
-
-    def _epoch_holders(self) -> list[Any]:
-        source = self._source.original
-        if callable(getattr(source, "set_epoch", None)):
-            return [source]
-        candidates = [*sampler_chain(source), getattr(source, "dataset", None)]
-        return [holder for holder in candidates if callable(getattr(holder, "set_epoch", None))]
+        epoch = current_epoch(self._source.original)
+        return self._epoch if epoch is None else epoch
 
 
-def _check(depth: Any, pin: Any, reuse_buffers: Any, transform: Any, uneven: Any) -> None:
-    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
-        raise ValueError(f"depth={depth!r}: the number of batches read ahead is an integer of at least 1")
-    if pin is not None and not isinstance(pin, bool):
-        raise ValueError(f"pin={pin!r}: use True, False, or None to page-lock where the device is a GPU")
-    if transform is not None and not callable(transform):
-        raise TypeError(f"transform={transform!r} is not callable: give a function of one batch, or None")
-    if uneven not in ("error", "drop", "join"):
-        raise ValueError(f"uneven={uneven!r}: use 'error' (or, later, 'drop' or 'join')")
-    if uneven != "error":
-        raise NotImplementedError(f"uneven={uneven!r} is not implemented yet: use 'error' and even ranks")
-    if reuse_buffers:
-        raise NotImplementedError("reuse_buffers=True is not implemented yet: use False")
+def _differ(saved: int | None, now: int | None) -> bool:
+    """Whether two epochs are not the same; one that was never set is none of its own."""
+    return saved is not None and now is not None and saved != now

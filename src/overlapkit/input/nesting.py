@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-_ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+"""What holds nothing and never changes."""
 
 
 def moves_itself(value: Any) -> bool:
@@ -33,7 +34,7 @@ def map_leaves(batch: Any, fn: Callable[[Any], Any]) -> Any:
         TypeError: A container cannot be rebuilt with its own type.
     """
     kind = type(batch)
-    if kind in _ATOMS:
+    if kind in ATOMS:
         return batch
     if isinstance(batch, torch.Tensor) or moves_itself(batch):
         return fn(batch)

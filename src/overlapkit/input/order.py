@@ -81,6 +81,10 @@ class Order:
         """This rank's samples number `start` to `stop`, int64, of a pass that began at `position`."""
         places = position + np.arange(start, stop, dtype=np.int64) * self.world + self.rank
         places %= self.size  # beyond the end: those that are repeated
+        return self.at(epoch, places)
+
+    def at(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """The samples that stand at some places of an epoch, int64 (n,), each in [0, size)."""
         return permute(places, self.size, self.seed, epoch) if self.shuffle else places
 
 
@@ -96,20 +100,26 @@ def _network(value: np.ndarray, a: np.uint64, b: np.uint64, keys: list[np.uint64
 
 def _below(limit: np.uint64, value: np.ndarray, key: np.uint64) -> np.ndarray:
     """A number in [0, limit) for each value, limit < 2**32: a keyed finaliser, scaled by its upper half."""
-    mixed = value ^ key
-    for multiplier in _MULTIPLIERS:
-        mixed *= multiplier
-        mixed ^= mixed >> _HALF
+    mixed = mix(value, key)
     mixed &= np.uint64(0xFFFFFFFF)
     mixed *= limit
     mixed >>= _HALF
     return mixed
 
 
+def mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
+    """A keyed finaliser: a new array of 64 random-looking bits for each uint64."""
+    mixed = value ^ key
+    for multiplier in _MULTIPLIERS:
+        mixed *= multiplier
+        mixed ^= mixed >> _HALF
+    return mixed
+
+
 def _add(total: np.ndarray, addend: np.ndarray, modulus: np.uint64) -> None:
     """Total + addend modulo `modulus`, in place; both are below it."""
     total += addend
-    total -= modulus * (total >= modulus)
+    np.minimum(total, total - modulus, out=total)  # below the modulus, the difference wraps around
 
 
 def _keys(seed: int, epoch: int) -> list[np.uint64]:

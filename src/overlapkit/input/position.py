@@ -11,16 +11,37 @@ class Position:
     """Counts what the consumer has taken, never what was read ahead.
 
     Attributes:
-        taken: Batches taken since the epoch began; 0 between epochs.
+        taken: Batches (an elastic source: samples of all ranks) taken since the epoch began; 0 between
+            epochs.
         epoch: The epoch that the sampler was set to, or None where it has no epochs.
         order: What brings the epoch's order back, as the source recorded it when the epoch began.
         mark: What the source noted with the last batch taken, or a function that works it out.
+        again: The next batch has been taken, too: it is read again, to stand in where this rank has no more
+            batches and others have.
     """
 
     taken: int = 0
     epoch: int | None = None
     order: Any = None
     mark: Any = None
+    again: bool = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch of the epoch has been taken."""
+        return self.taken > 0 or self.again
+
+    def left_out(self, epoch: int | None, unit: str) -> str:
+        """What to say where the rest of this position's epoch is left out for another epoch."""
+        return (
+            f"the loaded state stands after {unit} {self.taken} of epoch {self.epoch}, but epoch {epoch} was "
+            "set: the rest of that epoch is left out. Start at the state's epoch to go on in it"
+        )
+
+    @property
+    def noted(self) -> Any:
+        """The mark, worked out."""
+        return self.mark() if callable(self.mark) else self.mark
 
     def state_dict(self, kind: str) -> dict[str, Any]:
         """Plain values and uint8 tensors."""
@@ -30,7 +51,8 @@ class Position:
             "taken": self.taken,
             "epoch": self.epoch,
             "order": self.order,
-            "mark": self.mark() if callable(self.mark) else self.mark,
+            "mark": self.noted,
+            "again": self.again,
         }
 
     @classmethod
@@ -57,4 +79,5 @@ class Position:
             )
         if missing := sorted({"taken", "epoch", "order", "mark"} - state.keys()):
             raise ValueError(f"state lacks {', '.join(missing)}: it is damaged")
-        return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"])
+        again = bool(state.get("again"))  # a state of an earlier version has none
+        return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"], again)

@@ -1,5 +1,6 @@
 """Where a source whose order is a function stands: two integers, the same on every rank."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from overlapkit.input.order import Order
@@ -16,42 +17,70 @@ class Progress:
 
     Args:
         order: Who takes which sample when.
+        least: Samples of a rank that are worth a pass: an epoch with fewer left is over.
+        identity: What else a position depends on, as plain values: it stands in the state, and a state that
+            has another is refused.
+        repeat: A pass that was told nothing is the same epoch again, not a new one.
 
     Attributes:
         epoch: The epoch of the latest pass, or of the one that comes next where it was set.
         position: Samples of that epoch that all ranks together have taken.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(
+        self,
+        order: Order,
+        least: int = 1,
+        identity: Mapping[str, Any] | None = None,
+        *,
+        repeat: bool = False,
+    ) -> None:
         self.order = order
+        self._least = least
+        self._identity = dict(identity or {})
+        self._step = 0 if repeat else 1
         self.epoch = 0
         self.position = 0
-        self._told = True  # the next pass begins at (epoch, position)
+        self._told: tuple[int, int] | None = (0, 0)  # where the next pass begins
         self._start = 0
 
     def begin(self) -> int:
         """Begin a pass, and return how many samples it has for this rank.
 
-        A position at an epoch's end, where no rank can take another sample, begins the next epoch.
+        A position at an epoch's end, where ranks cannot take `least` samples more, begins a whole epoch.
         """
-        if not self._told or self.order.share(self.position) == 0:
-            self.epoch, self.position = self.epoch + 1, 0
-        self._told = False
+        if self._told is not None:
+            self.epoch, self.position = self._told  # which a pass may have moved while it was being told
+        if self._told is None or self.is_over(self.position):
+            self.epoch, self.position = self.epoch + self._step, 0
+        self._told = None
         self._start = self.position
         return self.order.share(self._start)
 
     def take(self, taken: int) -> None:
-        """Note that this rank, as every other, has taken `taken` samples since the pass began."""
-        self.position = self.order.after(self._start, taken)
+        """Note that this rank, as every other, has taken `taken` samples since the pass began.
+
+        Once the next pass has been told where to begin, a pass that goes on nevertheless moves nothing.
+        """
+        if self._told is None:
+            self.position = self.order.after(self._start, taken)
+
+    def finish(self) -> None:
+        """Note that the pass is over: what is left of its epoch is left out, by whatever number of ranks."""
+        if self._told is None:
+            self.position = self.order.size
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch: what is left of it where it was resumed, else all of it."""
         if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
-        unfinished = self._told and epoch == self.epoch and self.order.share(self.position) > 0
+        unfinished = self._told is not None and epoch == self.epoch and not self.is_over(self.position)
         if not unfinished:
-            self.epoch, self.position = epoch, 0
-        self._told = True
+            self._tell(epoch, 0)
+
+    def is_over(self, position: int) -> bool:
+        """Whether an epoch has no pass left at a position."""
+        return self.order.share(position) < self._least
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank."""
@@ -62,6 +91,7 @@ class Progress:
             "size": self.order.size,
             "seed": self.order.seed,
             "shuffle": self.order.shuffle,
+            **self._identity,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -69,10 +99,12 @@ class Progress:
 
         Raises:
             TypeError: It is no dict.
-            ValueError: It is damaged, or was saved in another order (of another size, seed or shuffle).
+            ValueError: It is damaged, or was saved in another order (size, seed, shuffle or identity).
         """
-        epoch, position = self._check(state)
-        self.epoch, self.position, self._told = epoch, position, True
+        self._tell(*self._check(state))
+
+    def _tell(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = self._told = epoch, position
 
     def _check(self, state: Any) -> tuple[int, int]:
         if not isinstance(state, dict):
@@ -80,8 +112,8 @@ class Progress:
         own = self.state_dict()
         if missing := sorted(own.keys() - state.keys()):
             raise ValueError(f"state lacks {', '.join(missing)}: give what state_dict() returned")
-        for name in ("format", "size", "seed", "shuffle"):
-            if state[name] != own[name]:
+        for name in own:
+            if name not in ("epoch", "position") and state[name] != own[name]:
                 raise ValueError(
                     f"state has {name}={state[name]!r}, this source has {own[name]!r}: its position means "
                     "another sample here. Build the source as it was when the state was saved"

@@ -5,6 +5,7 @@ batches of indices are skipped; no sample of theirs is loaded.
 """
 
 import copy
+import itertools
 import operator
 import zlib
 from collections import deque
@@ -13,11 +14,15 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from overlapkit.input.generators import Generators, random_state
+from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
-from overlapkit.input.sources import Cursor, Source, random_state
+from overlapkit.input.sources import Cursor, Source, known_length
+
+_SEEKABLE: tuple[type, ...] = type(iter([])), type(iter(range(0)))
+"""Iterators that can begin anywhere, as those of SequentialSampler and DistributedSampler can."""
 
 
 def why_not_skipping(loader: DataLoader[Any]) -> str | None:
@@ -34,7 +39,7 @@ def why_not_skipping(loader: DataLoader[Any]) -> str | None:
 class SkippingLoader(Source):
     """A plain map-style DataLoader.
 
-    What reads is a clone of it, equal in all settings, whose sampler can begin late.
+    What reads is a twin of it, equal in all settings, whose sampler can begin late.
     """
 
     kind = "map"
@@ -42,10 +47,10 @@ class SkippingLoader(Source):
     def __init__(self, original: DataLoader[Any]) -> None:
         super().__init__(original)
         self.exclusive = original.persistent_workers
-        self._random = _Generators(self._find_generators())
+        self._random = Generators([original, *sampler_chain(original)])
         self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start an epoch in a new order, or in that of `resume` after the batches taken there.
 
         Raises:
@@ -64,8 +69,12 @@ class SkippingLoader(Source):
         """The generators as they are; torch's global one moves on until the first epoch."""
         return Position(order={"generators": self._random.save(), "torch": None})
 
+    def over(self, position: Position) -> bool:
+        """Whether all batches of the epoch have been taken, where their number is known."""
+        return position.taken > 0 and position.taken == known_length(self.original)
+
     def _start(self, order: dict[str, Any] | None, resume: Position | None = None) -> "_IndexCursor":
-        loader, indices = self._clone()
+        loader, indices = self._twin()
         indices.order = order
         indices.skip = resume.taken if resume else 0
         batches = iter(loader)
@@ -75,24 +84,20 @@ class SkippingLoader(Source):
         if resume is not None:
             draws.check(resume)
         taken, mark = (resume.taken, resume.mark) if resume else (0, None)
-        return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws)
+        length = known_length(self.original)
+        left = None if length is None else length - taken
+        return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws, left)
 
-    def _clone(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
+    def _twin(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
         if self._kept is not None:
             return self._kept
-        loader = copy.copy(self.original)
-        attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        indices = _IndexBatches(getattr(loader, attribute), self._random)
-        loader.__dict__[attribute] = indices  # setattr is refused once a DataLoader is made
-        if loader.persistent_workers:
-            loader._iterator = None  # the original's workers are not ours
-            self._kept = loader, indices
-        return loader, indices
-
-    def _find_generators(self) -> list[torch.Generator]:
-        holders = [self.original, *sampler_chain(self.original)]
-        found = [value for holder in holders for value in vars(holder).values() if _is_generator(value)]
-        return list({id(generator): generator for generator in found}.values())
+        original = self.original
+        sampler = original.sampler if original.batch_sampler is None else original.batch_sampler
+        indices = _IndexBatches(sampler, self._random)
+        made = twin(original, indices), indices
+        if original.persistent_workers:
+            self._kept = made
+        return made
 
 
 def sampler_chain(loader: Any) -> list[Any]:
@@ -107,29 +112,20 @@ def sampler_chain(loader: Any) -> list[Any]:
     return chain
 
 
-class _Generators:
-    """The generators that a loader and its samplers own."""
-
-    def __init__(self, generators: list[torch.Generator]) -> None:
-        self._generators = generators
-
-    def save(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def restore(self, states: list[Any]) -> None:
-        if len(self._generators) != len(states):
-            raise RuntimeError(
-                f"state holds {len(states)} generator state(s), source has {len(self._generators)} "
-                "torch.Generator(s): build the source as it was when the state was saved"
-            )
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(torch.as_tensor(state, dtype=torch.uint8, device="cpu"))
+def twin(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[Any]:
+    """A loader equal in all settings that takes its batches of indices (or its indices) from `indices`."""
+    made = copy.copy(loader)
+    # setattr is refused once a DataLoader is made
+    made.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = indices
+    if made.persistent_workers:
+        made._iterator = None  # the original's workers are not ours
+    return made
 
 
 class _IndexBatches:
     """Stands in for a loader's (batch) sampler: its passes start in a given order, after `skip` batches."""
 
-    def __init__(self, sampler: Iterable[Any], random: _Generators) -> None:
+    def __init__(self, sampler: Iterable[Any], random: Generators) -> None:
         self._sampler = sampler
         self._random = random
         self.order: dict[str, Any] | None = None
@@ -161,7 +157,7 @@ class _Draws:
     """
 
     def __init__(
-        self, sampler: Iterable[Any], random: _Generators, replay: dict[str, Any] | None, skip: int
+        self, sampler: Iterable[Any], random: Generators, replay: dict[str, Any] | None, skip: int
     ) -> None:
         self._sampler = sampler
         self._random = random
@@ -189,15 +185,8 @@ class _Draws:
         """Skip, and draw the first batch: samplers that shuffle do it here, in the consumer's thread."""
         if self._batches is not None:
             return
-        if self.order is None:
-            self.order = {"generators": self._random.save(), "torch": torch.get_rng_state()}
-        else:
-            self._random.restore(self.order["generators"])
-            torch.set_rng_state(torch.as_tensor(self.order["torch"], dtype=torch.uint8, device="cpu"))
-        self._batches = iter(self._sampler)
-        for index in islice(self._batches, self._skip):
-            self._last_skipped = index
-            self._skipped += 1
+        self.order = self._random.begin(self.order)
+        self._batches, self._last_skipped, self._skipped = begin_after(self._sampler, self._skip)
         self._first.extend(islice(self._batches, 1))
 
     def advance(self, given: int) -> None:
@@ -219,11 +208,45 @@ class _Draws:
         )
 
 
+def begin_after(sampler: Iterable[Any], count: int) -> tuple[Iterator[Any], Any, int]:
+    """Begin a pass over index batches behind the first `count` of them, at the speed of C.
+
+    Where torch's own BatchSampler makes them, the samples that it would take are skipped instead, before
+    any batch is made of them.
+
+    Returns:
+        The rest of the pass, the last batch skipped (None where there is none), and how many were skipped.
+    """
+    before = max(0, count - 1)
+    if count and type(sampler) is BatchSampler:
+        samples, size = iter(sampler.sampler), sampler.batch_size
+        skipped = _advance(samples, before * size)
+        last = list(islice(samples, size))
+        whole, part = divmod(skipped + len(last), size)
+        skipped = whole + bool(part and not sampler.drop_last)
+        return iter(BatchSampler(samples, size, sampler.drop_last)), last, skipped
+    batches = iter(sampler)
+    skipped = _advance(batches, before)
+    last = list(islice(batches, count - before))
+    return batches, last[0] if last else None, skipped + len(last)
+
+
+def _advance(iterator: Iterator[Any], count: int) -> int:
+    """Leave out the next `count` items; return how many there were."""
+    if type(iterator) in _SEEKABLE:
+        count = min(count, operator.length_hint(iterator))
+        iterator.__setstate__(count)  # type: ignore[attr-defined]  # what copy and pickle move it with
+        return count
+    counter = itertools.count()
+    deque(zip(islice(iterator, count), counter, strict=False), maxlen=0)
+    return next(counter)
+
+
 class _IndexCursor(Cursor):
     """A pass that notes with each batch which samples it was made of."""
 
-    def __init__(self, batches: Iterator[Any], position: Position, draws: _Draws) -> None:
-        super().__init__(batches, position)
+    def __init__(self, batches: Iterator[Any], position: Position, draws: _Draws, left: int | None) -> None:
+        super().__init__(batches, position, left=left)
         self._draws = draws
         self._ahead = draws.given
 
@@ -250,7 +273,3 @@ def digest(index: Any) -> int | None:
 
 def _is_sampler(name: str, value: Any) -> bool:
     return isinstance(value, Sampler) or name in ("sampler", "batch_sampler")
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator)

@@ -6,14 +6,18 @@ A Source is asked for one Cursor an epoch, in the consumer's thread, so that ran
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from multiprocessing.connection import wait
 from types import GeneratorType
 from typing import Any
 
-import torch
+from torch.utils.data import DataLoader, IterableDataset
 
+from overlapkit.input.generators import random_state
+from overlapkit.input.landing import Empty, read
+from overlapkit.input.nesting import ATOMS
 from overlapkit.input.position import Position
 
 
@@ -23,12 +27,24 @@ class Cursor:
     Attributes:
         position: Where the consumer stands before it has taken a batch of this pass.
         forgets: Once its end was seen the consumer stands nowhere: the next pass needs nothing of this one.
+        left: Batches that the pass has, where that is known for certain.
+        to_drop: Batches to `drop` before the first one.
     """
 
-    def __init__(self, batches: Iterator[Any], position: Position, *, forgets: bool = False) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        *,
+        forgets: bool = False,
+        left: float | None = None,
+        to_drop: int = 0,
+    ) -> None:
         self._batches: Iterator[Any] | None = batches
         self.position = position
         self.forgets = forgets
+        self.left = left
+        self.to_drop = to_drop
 
     def next(self) -> tuple[Any, Any]:
         """The next batch, and the mark that describes having taken it.
@@ -47,6 +63,27 @@ class Cursor:
                 ) from error
             raise
 
+    def drop(self) -> None:
+        """Read a batch that was taken in an earlier life, and forget it."""
+        try:
+            self.next()
+        except StopIteration:
+            raise RuntimeError(
+                f"state stands after batch {self.position.taken} of an epoch, but source ends "
+                f"{self.to_drop} before that: it is not the source that the state was saved over"
+            ) from None
+        self.to_drop -= 1
+
+    def after(self, here: Position, mark: Any) -> Position:
+        """Where the consumer stands that stood `here` and has taken the batch with this mark."""
+        return Position(here.taken + 1, here.epoch, here.order, mark)
+
+    def end(self, here: Position) -> Position:
+        """Where the consumer stands when the pass is over, though it has not taken all of it."""
+        if self.left is None:
+            return here
+        return replace(here, taken=self.position.taken + int(self.left), mark=None)
+
     def close(self, handed_out: int, depth: int) -> None:
         """Let go of the source's iterator. Called once, when nobody is in `next`.
 
@@ -64,18 +101,32 @@ class Source(ABC):
 
     Attributes:
         kind: Its name in a state.
+        unit: What its positions count.
         exclusive: It has one iterator at a time: a new one makes the old one useless.
+        replays: It goes to where a state stands although another epoch was set since, for the sake of
+            generators that the epochs share.
     """
 
     kind: str
+    unit = "batch"
     exclusive = False
+    replays = True
 
     def __init__(self, original: Any) -> None:
         self.original = original
 
     @abstractmethod
-    def begin(self, resume: Position | None) -> Cursor:
-        """Start a pass, at its beginning or where `resume` stood. Called in the consumer's thread."""
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
+        """Start a pass, at its beginning or where `resume` stood. Called in the consumer's thread.
+
+        Args:
+            resume: Where to start, or None.
+            empty: Lends host memory to sources that make their batches in it; None without a GPU.
+        """
+
+    def over(self, position: Position) -> bool:
+        """Whether nothing of the epoch is left after a position of this source, as far as it can tell."""
+        return False
 
     def check(self, resume: Position) -> None:
         """Refuse a position that this source cannot go to.
@@ -96,11 +147,15 @@ class Listed(Source):
 
     kind = "list"
 
-    def begin(self, resume: Position | None) -> Cursor:
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start at the first batch that has not been taken."""
         taken = resume.taken if resume else 0
         batches = (self.original[index] for index in range(taken, len(self.original)))
-        return Cursor(batches, Position(taken))
+        return Cursor(batches, Position(taken), left=len(self.original) - taken)
+
+    def over(self, position: Position) -> bool:
+        """Whether all batches have been taken."""
+        return position.taken == len(self.original)
 
     def check(self, resume: Position) -> None:
         """Refuse a position beyond the end."""
@@ -112,73 +167,95 @@ class Listed(Source):
             )
 
 
-class Opaque(Source):
-    """An iterable, or a function that returns one, without state: taken up between epochs only.
-
-    Args:
-        original: The iterable or function.
-        why: Why its position cannot be restored.
-    """
-
-    kind = "iterable"
-
-    def __init__(self, original: Any, why: str) -> None:
-        super().__init__(original)
-        self._why = why
-
-    def begin(self, resume: Position | None) -> Cursor:
-        """Start at the beginning."""
-        batches = self.original if isinstance(self.original, Iterable) else self.original()
-        if not isinstance(batches, Iterable):
-            raise TypeError(
-                f"source={self.original!r} returned a {type(batches).__name__}: it must return an iterable"
-            )
-        return Cursor(iter(batches), Position(), forgets=True)
-
-    def check(self, resume: Position) -> None:
-        """Refuse any position within an epoch."""
-        super().check(resume)
-        if resume.taken:
-            raise ValueError(
-                f"state stands after batch {resume.taken} of an epoch, and source cannot be taken up there: "
-                f"{self._why}. Use a map-style dataset with DataLoader, torchdata's StatefulDataLoader, or "
-                "give the source state_dict() and load_state_dict(); or save between epochs"
-            )
-
-
 class Stateful(Source):
-    """A source with state_dict and load_state_dict of its own, such as StatefulDataLoader."""
+    """A source with state_dict and load_state_dict of its own, such as StatefulDataLoader.
+
+    It may know more, and say so by attributes: `batches_left`, those of the pass that was begun last;
+    `is_over(state)`, whether the state's epoch has none left; `state_later()`, see `snapshot`.
+    """
 
     kind = "stateful"
     exclusive = True  # its state is that of its latest iterator
 
-    def begin(self, resume: Position | None) -> Cursor:
-        """Start, after the source has loaded its own state."""
+    def __init__(self, original: Any) -> None:
+        super().__init__(original)
+        self.replays = not callable(getattr(original, "set_epoch", None))
+
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
+        """Start, after the source has loaded its own state; one with epochs has the last word on them."""
         if resume is not None and resume.mark is not None:
+            told = None if self.replays else getattr(self.original, "epoch", None)
             self.original.load_state_dict(copy.deepcopy(resume.mark))
+            if told is not None and told != resume.epoch:  # the loop set it after the state was loaded
+                self.original.set_epoch(told)
         taken = resume.taken if resume else 0
-        with random_state() if taken else nullcontext():  # what iter() draws was drawn when the epoch began
-            batches = iter(self.original)
-        return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot)
+        begun = resume is not None and resume.begun
+        with random_state() if begun else nullcontext():  # what iter() draws was drawn when the epoch began
+            batches = read(self.original, empty)
+        left = getattr(self.original, "batches_left", None)
+        return _Snapshots(batches, Position(taken, mark=self.snapshot()), self.snapshot, left)
+
+    def over(self, position: Position) -> bool:
+        """Whether nothing is left, where the source can tell by a state of its own (`is_over`)."""
+        is_over = getattr(self.original, "is_over", None)
+        return callable(is_over) and bool(is_over(position.noted))
 
     def rest(self) -> Position:
         """The source's state."""
         return Position(mark=self.snapshot())
 
     def snapshot(self) -> Any:
-        """The source's state now; a copy, because sources hand out what they go on changing."""
-        return copy.deepcopy(self.original.state_dict())
+        """The source's state now; a copy, because sources hand out what they go on changing.
+
+        A source with `state_later` returns what works it out, so that what the loop tells the source after
+        a batch was read ahead is in the state behind that batch.
+        """
+        if callable(later := getattr(self.original, "state_later", None)):
+            return later()
+        return _copied(self.original.state_dict())
 
 
 class _Snapshots(Cursor):
     """A pass that notes the source's own state right after each batch."""
 
-    def __init__(self, batches: Iterator[Any], position: Position, snapshot: Callable[[], Any]) -> None:
-        super().__init__(batches, position)
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        snapshot: Callable[[], Any],
+        left: float | None,
+    ) -> None:
+        super().__init__(batches, position, left=left)
         self._snapshot = snapshot
 
     def next(self) -> tuple[Any, Any]:
         return super().next()[0], self._snapshot()
+
+    def end(self, here: Position) -> Position:
+        """Only the source could tell."""
+        return here
+
+
+def _copied(state: Any) -> Any:
+    """A deep copy; of plain values, which is what most states are, at a fifth of `copy.deepcopy`'s price."""
+    if type(state) is dict:
+        return {key: value if type(value) in ATOMS else _copied(value) for key, value in state.items()}
+    if type(state) is list:
+        return [value if type(value) in ATOMS else _copied(value) for value in state]
+    return copy.deepcopy(state)
+
+
+def known_length(source: Any) -> int | None:
+    """Batches in an epoch, or None where the source does not know.
+
+    An iterable-style DataLoader is not asked: it would take its answer for a promise, and warn later.
+    """
+    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
+        return None
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _dead_workers(batches: Any) -> str:
@@ -192,13 +269,3 @@ def _dead_workers(batches: Any) -> str:
             worker.join(1.0)  # its end of the pipe is closed a moment before it has ended
     dead = [worker for worker in workers if worker.exitcode]
     return ", ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in dead)
-
-
-@contextmanager
-def random_state() -> Iterator[None]:
-    """Let torch's global generator go on afterwards as if nothing had been drawn."""
-    now = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(now)

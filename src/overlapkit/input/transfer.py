@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from overlapkit.input.failed import Failed
+from overlapkit.input.landing import Landing
 from overlapkit.input.nesting import map_leaves, moves_itself
-from overlapkit.input.packing import Packing, packable
+from overlapkit.input.packing import packable
 from overlapkit.lane import Lane, Ticket
 from overlapkit.pinned import PinnedRing
 from overlapkit.span import SpanLog
@@ -28,13 +29,26 @@ class Arrival:
     Invariants:
         * What the copy writes and the transform reads stays alive until the stream that its memory
           belongs to has been ordered after them, whether or not anyone receives the batch.
+        * Nobody else keeps the batch: not the ticket, which outlives it in the ring of host buffers.
+
+    Args:
+        moved: The batch, in memory that the copy may still have to write.
+        stream: Whose that memory is.
+        log: Takes the spans of lane "transfer".
+        block: What the copy writes; the batch need not refer to it.
+
+    Attributes:
+        made: What is handed over: `moved`, or what the transform made of it, or its error.
+        ticket: Of the copy and the transform.
     """
 
     def __init__(
-        self, moved: Any, ticket: Ticket[Any] | None, stream: torch.cuda.Stream, log: SpanLog
+        self, moved: Any, stream: torch.cuda.Stream, log: SpanLog, block: torch.Tensor | None = None
     ) -> None:
+        self.made = moved
+        self.ticket: Ticket[None] | None = None
         self._moved = moved
-        self._ticket = ticket
+        self._block = block
         self._stream = stream
         self._log = log
 
@@ -44,24 +58,35 @@ class Arrival:
         Raises:
             BaseException: Whatever the transform raised.
         """
-        batch, ticket = self._moved, self._ticket
         current = torch.cuda.current_stream(self._stream.device)
-        if ticket is not None:
+        if self.ticket is not None:
             with self._log.stream("transfer", "wait", current, exposed=True):
-                batch = ticket.order()
+                self.ticket.order()
+        batch = self.made
         if current != self._stream:
             current.wait_stream(self._stream)
             self._stream.wait_stream(current)
             _also_used_on(current, batch)
-        self._moved = self._ticket = None
+        self.made = self.ticket = self._moved = self._block = None
         if isinstance(batch, Failed):
             raise batch.take()
         return batch
 
+    def transform(self, transform: Transform) -> None:
+        """Apply it, on the current stream, for a consumer on another."""
+        side = torch.cuda.current_stream(self._stream.device)
+        try:
+            with self._log.stream("transfer", "transform", side):
+                self.made = transform(self._moved)
+        except BaseException as error:
+            self.made = Failed(error)  # a value, so that the ticket orders streams all the same
+        else:
+            _also_used_on(self._stream, self.made)
+
     def __del__(self) -> None:
-        if self._ticket is not None and not sys.is_finalizing():
+        if self.ticket is not None and not sys.is_finalizing():
             with torch.cuda.stream(self._stream):
-                self._ticket.fence()
+                self.ticket.fence()
 
 
 class Mover:
@@ -77,6 +102,9 @@ class Mover:
         pin: Page-lock them.
         transform: Applied to each batch on the device, on the side stream.
         log: Takes the spans of lane "transfer".
+
+    Attributes:
+        landing: The host memory that the next batch is copied from; a source may read straight into it.
     """
 
     def __init__(
@@ -88,6 +116,7 @@ class Mover:
         self._log = log
         self._lane = Lane("transfer", device)
         self._ring = PinnedRing(slots, pin=pin)
+        self.landing = Landing(self._ring)
 
     @property
     def nbytes(self) -> int:
@@ -104,12 +133,11 @@ class Mover:
             return leaf
 
         map_leaves(batch, collect)
-        if not found:
-            moved = map_leaves(batch, self._move_one)
-            ticket = None
+        if not found and not self.landing.used:
+            arrival = Arrival(map_leaves(batch, self._move_one), stream, self._log)
             if self._transform is not None:
-                ticket = self._lane.submit(partial(_apply, self._transform, moved, stream, self._log))
-            return Arrival(moved, ticket, stream, self._log)
+                arrival.ticket = self._lane.submit(partial(arrival.transform, self._transform))
+            return arrival
         return self._send_packed(batch, found, stream)
 
     def __del__(self) -> None:
@@ -117,28 +145,30 @@ class Mover:
             self._ring.close()  # its memory must outlive the copies
 
     def _send_packed(self, batch: Any, found: dict[int, torch.Tensor], stream: torch.cuda.Stream) -> Arrival:
-        packing = Packing(list(found.values()))
-        buffer = self._ring.take(packing.nbytes)
-        ticket: Ticket[Any] | None = None
+        packing, buffers = self.landing.lay_out(list(found.values()))
+        ticket: Ticket[None] | None = None
         try:
-            host = buffer.bytes(packing.nbytes)
-            with self._log.host("transfer", "pack", bytes=packing.nbytes):
-                packing.fill(host)
+            host = buffers[0].bytes(packing.nbytes)
+            if packing.copied:
+                with self._log.host("transfer", "pack", bytes=packing.copied):
+                    packing.fill(host)
             block = torch.empty(packing.nbytes, dtype=torch.uint8, device=self._device)
             there = dict(zip(found, packing.views(block), strict=True))
-            moved = map_leaves(batch, partial(self._place, there))
-            ticket = self._lane.submit(partial(self._copy, block, host, moved, stream))
+            arrival = Arrival(map_leaves(batch, partial(self._place, there)), stream, self._log, block)
+            ticket = arrival.ticket = self._lane.submit(partial(self._copy, block, host, arrival))
         finally:
-            buffer.give_back(ticket)
-        return Arrival(moved, ticket, stream, self._log)
+            for buffer in buffers:
+                buffer.give_back(ticket)
+        return arrival
 
-    def _copy(self, block: torch.Tensor, host: torch.Tensor, moved: Any, stream: torch.cuda.Stream) -> Any:
+    def _copy(self, block: torch.Tensor, host: torch.Tensor, arrival: Arrival) -> None:
         """Runs with the side stream current."""
         name = "copy" if self._pin else "copy pageable"
         side = torch.cuda.current_stream(self._device)
         with self._log.stream("transfer", name, side, bytes=host.numel()):
             block.copy_(host, non_blocking=True)
-        return moved if self._transform is None else _apply(self._transform, moved, stream, self._log)
+        if self._transform is not None:
+            arrival.transform(self._transform)
 
     def _place(self, there: dict[int, torch.Tensor], leaf: Any) -> Any:
         return there[id(leaf)] if id(leaf) in there else self._move_one(leaf)
@@ -155,18 +185,6 @@ class Mover:
         except (TypeError, ValueError):
             return pinned.to(self._device)
         return pinned.to(self._device, non_blocking=True)
-
-
-def _apply(transform: Transform, moved: Any, consumer: torch.cuda.Stream, log: SpanLog) -> Any:
-    """Run the transform on the current stream, for a consumer on another."""
-    side = torch.cuda.current_stream(consumer.device)
-    try:
-        with log.stream("transfer", "transform", side):
-            made = transform(moved)
-    except BaseException as error:
-        return Failed(error)  # a value, so that the ticket orders streams all the same
-    _also_used_on(consumer, made)
-    return made
 
 
 def _also_used_on(stream: torch.cuda.Stream, batch: Any) -> None:

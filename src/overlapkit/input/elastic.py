@@ -1,0 +1,152 @@
+"""A DataLoader over an ElasticSampler: one integer takes it up, at any number of ranks and workers."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from overlapkit.input.generators import random_state
+from overlapkit.input.landing import Empty
+from overlapkit.input.order import Order
+from overlapkit.input.position import Position
+from overlapkit.input.progress import FORMAT, Progress
+from overlapkit.input.sampler import ElasticSampler, Pass
+from overlapkit.input.skipping import twin
+from overlapkit.input.sources import Cursor, Source
+
+
+def elastic_sampler(loader: DataLoader[Any]) -> ElasticSampler | None:
+    """The ElasticSampler that alone decides on a loader's batches; None where there is none.
+
+    A batch sampler of another class than torch's own may do with its samples what it likes.
+    """
+    batches: Any = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return None
+    sampler: Any = loader.sampler if batches is None else batches.sampler
+    elastic = isinstance(sampler, ElasticSampler) and type(sampler).__iter__ is ElasticSampler.__iter__
+    return sampler if elastic else None
+
+
+class ElasticLoader(Source):
+    """A plain map-style DataLoader whose batches are consecutive samples of an ElasticSampler.
+
+    What reads is a twin of it, equal in all settings, whose sampler begins where it should. In its
+    positions `taken` counts the samples of all ranks together.
+    """
+
+    kind = "elastic"
+    unit = "sample"
+    replays = False
+
+    def __init__(self, original: DataLoader[Any], sampler: ElasticSampler) -> None:
+        super().__init__(original)
+        self.exclusive = original.persistent_workers
+        self._sampler = sampler
+        self._order = sampler.order
+        self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
+
+    def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
+        """Start the epoch that the sampler was set to, or what `resume` left of it."""
+        resumed = resume is not None and resume.taken > 0 and not self.over(resume)
+        if resume is not None and resumed:
+            resumed = resume.epoch == self._sampler.epoch
+            if resumed:
+                self._sampler.load_state_dict(self._state(resume))
+            else:
+                warnings.warn(resume.left_out(self._sampler.epoch, self.unit), stacklevel=6)
+        one = self._sampler.begin()
+        if not self._batches(one.share):  # fewer samples are left than a batch
+            self._sampler.set_epoch(one.epoch)
+            one = self._sampler.begin()
+        loader, indices = self._twin()
+        indices.one = one
+        with random_state() if resumed else nullcontext():  # what iter() draws was drawn when the epoch began
+            batches = iter(loader)
+        position = Position(one.position, one.epoch, self._identity())
+        return _ElasticCursor(batches, position, self._order, one, indices.size, self._batches(one.share))
+
+    def over(self, position: Position) -> bool:
+        """Whether no batch of the epoch is left."""
+        return self._batches(self._order.share(position.taken)) == 0
+
+    def check(self, resume: Position) -> None:
+        """Refuse a position in another order."""
+        super().check(resume)
+        Progress(self._order).load_state_dict(self._state(resume))
+
+    def rest(self) -> Position:
+        """Where the sampler stands."""
+        state = self._sampler.state_dict()
+        return Position(state["position"], state["epoch"], self._identity())
+
+    def _identity(self) -> dict[str, Any]:
+        return {"size": self._order.size, "seed": self._order.seed, "shuffle": self._order.shuffle}
+
+    def _state(self, position: Position) -> dict[str, Any]:
+        """A position as the sampler's own state."""
+        identity = position.order if isinstance(position.order, dict) else {}
+        return {"format": FORMAT, **identity, "epoch": position.epoch, "position": position.taken}
+
+    def _batches(self, share: int) -> int:
+        """Batches that each rank makes of its share of samples."""
+        size, drop_last = _batching(self.original)
+        return share // size if drop_last else -(-share // size)
+
+    def _twin(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
+        if self._kept is not None:
+            return self._kept
+        indices = _IndexBatches(self.original, self._sampler)
+        made = twin(self.original, indices), indices
+        if self.original.persistent_workers:
+            self._kept = made
+        return made
+
+
+class _IndexBatches:
+    """Stands in for a loader's (batch) sampler: each of its passes is `one`."""
+
+    one: Pass
+
+    def __init__(self, loader: DataLoader[Any], sampler: ElasticSampler) -> None:
+        self.size, self._drop_last = _batching(loader)
+        self._whole = loader.batch_sampler is not None
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = self._sampler.samples(replace(self.one))  # a copy: `one` counts what the consumer takes
+        return iter(BatchSampler(samples, self.size, self._drop_last)) if self._whole else samples
+
+
+class _ElasticCursor(Cursor):
+    """A pass whose position is how many samples all ranks together have taken."""
+
+    def __init__(
+        self, batches: Iterator[Any], position: Position, order: Order, one: Pass, size: int, left: int
+    ) -> None:
+        super().__init__(batches, position, left=left)
+        self._order = order
+        self._one = one
+        self._size = size
+        self._taken = 0
+
+    def after(self, here: Position, mark: Any) -> Position:
+        """One batch further; after the last one nothing is left, whatever has been dropped."""
+        self._taken += 1
+        one, last = self._one, self._taken == self.left
+        one.until = one.share if last else self._taken * self._size
+        end = self._order.size if last else self._order.after(one.position, one.until)
+        return replace(here, taken=end)
+
+    def end(self, here: Position) -> Position:
+        """Behind all samples."""
+        return replace(here, taken=self._order.size)
+
+
+def _batching(loader: DataLoader[Any]) -> tuple[int, bool]:
+    """Samples in a batch, and whether a last smaller one is left out."""
+    batches: Any = loader.batch_sampler
+    return (1, False) if batches is None else (batches.batch_size, batches.drop_last)

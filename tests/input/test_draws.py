@@ -1,0 +1,79 @@
+"""A source that draws from the loop's generators is told so: once, and only such a source."""
+
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from overlapkit.input import DeviceLoader
+from tests.input.sources import Augmented, Careless, shuffled
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch's global generator": lambda: torch.rand(2),
+    "random": random.random,
+    "numpy.random": lambda: np.random.rand(2),
+}
+
+
+def drawing(draw: Callable[[], Any]) -> Callable[[], Iterator[int]]:
+    def source() -> Iterator[int]:
+        for k in range(6):
+            time.sleep(0.005)  # the loop has come to its wait by then
+            draw()
+            yield k
+
+    return source
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_generator_is_named_once_a_loader(name: str) -> None:
+    loader = DeviceLoader(drawing(DRAWS[name]), "cpu")
+    with pytest.warns(UserWarning, match=f"draws from {name} in the reader's thread.*SampleSeed") as caught:
+        got = [list(loader) for _ in range(3)]
+    assert got == [list(range(6))] * 3
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_a_transform_counts_too() -> None:
+    loader = DeviceLoader(drawing(lambda: None), "cpu", transform=lambda batch: batch + 0 * random.random())
+    with pytest.warns(UserWarning, match=r"\(or transform\) draws from random"):
+        list(loader)
+
+
+def test_an_error_out_of_the_warning_loses_no_batch() -> None:
+    passing = iter(DeviceLoader(drawing(random.random), "cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="random"):
+            next(passing)
+    assert list(passing) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        drawing(lambda: None),
+        shuffled(12, 2),
+        DataLoader(Augmented(12), 2, shuffle=True),
+        DataLoader(Careless(12), 2, num_workers=1),
+        [1, 2, 3],
+    ],
+    ids=["quiet", "shuffled", "own generators", "in workers", "list"],
+)
+def test_what_the_loop_draws_is_not_taken_for_the_source_s(source: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            passing = iter(DeviceLoader(source, "cpu"))
+            for draw in DRAWS.values():
+                draw()
+            for _ in passing:
+                for draw in DRAWS.values():
+                    draw()
