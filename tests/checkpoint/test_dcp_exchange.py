@@ -526,7 +526,7 @@ def test_two_models_that_dcp_saved_must_be_told_apart(tmp_path):
     state = {"a": {"w": torch.ones(2)}, "b": {"w": torch.zeros(3)}, "deep": {"c": {"w": torch.zeros(4)}}}
     with one_rank_group():
         dcp.save(state, storage_writer=SafetensorsWriter(tmp_path / "step-1"))
-    with pytest.raises(ValueError, match=r"2 modules: say which with only=, \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"2 modules: say which key with only=, \['a', 'b'\]"):
         export(tmp_path, tmp_path / "out")
     (file,) = export(tmp_path, tmp_path / "out", only="b").files
     torch.testing.assert_close(load_file(file), state["b"], rtol=0, atol=0)

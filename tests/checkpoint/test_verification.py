@@ -1,6 +1,7 @@
 """verify(): every damaged place is found and named, and a hostile checkpoint is damage, never a traceback."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ BLOCK = 64  # bytes under one checksum here
 @pytest.fixture
 def blocks(tmp_path, monkeypatch):
     """A checkpoint of two tensors of ten blocks each; returns its file and where each tensor begins."""
-    monkeypatch.setattr("overlapkit.checkpoint.writer.BLOCK", BLOCK)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("overlapkit.checkpoint.") and hasattr(module, "BLOCK"):
+            monkeypatch.setattr(module, "BLOCK", BLOCK)
     state = {"a": torch.arange(160, dtype=torch.float32), "b": torch.arange(160, dtype=torch.float32)}
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(3, state, block=True)

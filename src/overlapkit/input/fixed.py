@@ -39,7 +39,7 @@ class FixedMemory:
             RuntimeError: It has a layout too many.
         """
         found: dict[int, torch.Tensor] = {}
-        kind = type(torch.empty(0, device=self._device))
+        kind = type(torch.empty(0, device=self._device))  # of an ordinary tensor there
 
         def collect(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor) and leaf.device != self._device:

@@ -584,6 +584,7 @@ def entry(dtype="F32", shape=(4,), ends=(0, 16), **more):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(ends), **more}
 
 
+SOUND = json.dumps(entry()).encode()
 HOSTILE_FILES = {
     "empty": b"",
     "short": b"\1\2",
@@ -591,7 +592,7 @@ HOSTILE_FILES = {
     "a header beyond the file": header({}, b"", length=3),
     "not JSON": header(b"\xff{}"),
     "a list": header([1]),
-    "a name twice": header(b'{"weight": {}, "weight": {}}'),
+    "a name twice": header(b'{"weight": %s, "weight": %s}' % (SOUND, SOUND)),
     "no shape": header({"weight": {"dtype": "F32", "data_offsets": [0, 16]}}),
     "a negative shape": header({"weight": entry(shape=(-2, -2))}),
     "a shape of text": header({"weight": entry(shape=("4",))}),

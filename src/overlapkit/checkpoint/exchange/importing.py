@@ -128,17 +128,20 @@ def _write_all(
 
 
 def _shares(source: Source, foreign: Foreign) -> Iterator[list[Part]]:
-    """What each part will hold: at most one piece of a tensor, as they go by its name. At least one part."""
-    share: dict[str, Part] = {}
+    """What each part will hold; at least one part.
+
+    Never two pieces of one tensor, which would have the same name: each leaves less room than one row.
+    """
+    share: list[Part] = []
     room = SHARE
     for slot, tensor in _parts(source, foreign):
         nbytes = slot.nbytes if slot.alias is None else 0
-        if share and (nbytes > room or slot.name in share):
-            yield list(share.values())
-            share, room = {}, SHARE
-        share[slot.name] = slot, tensor
+        if share and nbytes > room:
+            yield share
+            share, room = [], SHARE
+        share.append((slot, tensor))
         room -= nbytes
-    yield list(share.values())
+    yield share
 
 
 def _parts(source: Source, foreign: Foreign) -> Iterator[Part]:

@@ -66,7 +66,8 @@ def _choose(catalog: Catalog, key: str | None) -> str:
     modules = _modules(catalog)
     if key is None:
         if len(modules) != 1:
-            raise ValueError(f"the checkpoint has {len(modules)} modules: say which with only=, {modules}")
+            keys = modules or list(catalog.entries)
+            raise ValueError(f"the checkpoint has {len(modules)} modules: say which key with only=, {keys}")
         return modules[0]
     if key not in catalog.entries:
         raise ValueError(f"only={key!r}: the checkpoint has no such key, but {list(catalog.entries)}")
