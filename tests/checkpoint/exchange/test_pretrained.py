@@ -656,4 +656,4 @@ def test_a_failed_read_stops_the_others_and_says_so(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Input/output") as caught:
         load_pretrained(model, folder)
     assert "loaded in part" in caught.value.__notes__[0]
-    assert len(reads) < 200
+    assert len(reads) <= 4  # one for each thread

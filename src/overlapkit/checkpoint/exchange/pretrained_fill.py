@@ -64,23 +64,33 @@ def fill(jobs: Sequence[Job]) -> int:
 class _Filler:
     """Carries out jobs, from several threads.
 
-    Invariant:
+    Invariants:
         * There are as many buffers as threads, each one thread's at a time: none waits for one.
+        * After one has failed, no other begins.
     """
 
     def __init__(self, files: dict[Path, int]) -> None:
         self._files = files
+        self._failed = False
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(_READERS):
             self._buffers.put(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def __call__(self, job: Job) -> int:
         """Fill one tensor; returns the bytes read."""
-        nbytes = sum(
-            self._fill(job, stored, part) if stored is job.sources[0] else self._compare(job, stored, part)
-            for stored in job.sources
-            for part in _parts(stored, job.box)
-        )
+        if self._failed:
+            return 0  # the pool may be long in finding out
+        try:
+            nbytes = sum(
+                self._fill(job, stored, part)
+                if stored is job.sources[0]
+                else self._compare(job, stored, part)
+                for stored in job.sources
+                for part in _parts(stored, job.box)
+            )
+        except BaseException:
+            self._failed = True
+            raise
         if nbytes:
             torch.autograd.graph.increment_version(job.local)  # reading into its memory has moved none
         return nbytes
