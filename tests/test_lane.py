@@ -131,6 +131,40 @@ def test_an_error_of_the_body_comes_before_one_of_the_lane() -> None:
 
 
 @pytest.mark.parametrize("quiet", ["settle", "fence"])
+def test_waiting_quietly_does_not_undo_that_another_thread_has_asked(quiet: str) -> None:
+    gate, waiting = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        gate.wait(20)
+        raise ValueError("broken")
+
+    with Lane("work", kind="thread") as lane, Lane("other", kind="thread") as other:
+        ticket = lane.submit(fail)
+
+        def wait_quietly() -> None:
+            real = ticket._block
+
+            def block(timeout: float | None) -> None:
+                waiting.set()
+                real(timeout)
+                assert asked.wait(20)  # the other thread has been told meanwhile
+
+            ticket._block = block  # type: ignore[method-assign]
+            getattr(ticket, quiet)()
+
+        asked = threading.Event()
+        done = other.submit(wait_quietly)
+        assert waiting.wait(20)
+        del ticket._block
+        gate.set()
+        with pytest.raises(ValueError, match="broken"):
+            ticket.wait()
+        asked.set()
+        done.wait(20)
+        assert ticket.seen
+
+
+@pytest.mark.parametrize("quiet", ["settle", "fence"])
 def test_settling_neither_raises_nor_counts_as_asking(quiet: str) -> None:
     gate = threading.Event()
     lane = Lane("x")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "overlapkit").rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-HARD = {"torch", "safetensors", "numpy", "rich", "typer"}
+HARD = {"torch", "safetensors", "numpy", "rich", "typer", "xxhash"}
 OPTIONAL = {
     "torchdata": "data",
     "nvidia": "images",
@@ -147,7 +147,8 @@ def test_optional_packages_come_through_require_with_their_extra(path):
 
 def test_extras_are_what_they_are_said_to_be():
     extras = PROJECT["optional-dependencies"]
-    assert set(PROJECT["dependencies"]) == {"torch>=2.11", "safetensors", "numpy", "rich", "typer"}
+    hard = {"torch>=2.11", "safetensors", "numpy", "rich", "typer", "xxhash>=2"}
+    assert set(PROJECT["dependencies"]) == hard
     assert {name: extras[name] for name in extras.keys() - {"dev", "docs", "bench"}} == {
         "data": ["torchdata"],
         "images": ["nvidia-dali-cuda130"],

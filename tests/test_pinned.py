@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from overlapkit import pinned
 from overlapkit.lane import Lane
 from overlapkit.pinned import PinnedRing
 from tests.cuda_fake import CUDA, fake_cuda
@@ -141,3 +142,39 @@ def refill(after: bool) -> list[str]:
 def test_a_buffer_is_not_refilled_under_a_copy_to_the_device() -> None:
     assert refill(after=True) == []
     assert any("host" in fault for fault in refill(after=False))
+
+
+def test_two_threads_that_take_at_once_get_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One makes its memory slowly; the other comes meanwhile."""
+    making, go_on = threading.Event(), threading.Event()
+    real = pinned._map_pages
+
+    def slow(nbytes: int, pin: bool) -> torch.Tensor:
+        making.set()
+        assert go_on.wait(20)
+        return real(nbytes, pin)
+
+    with PinnedRing(2, pin=False) as ring, Lane("other", kind="thread") as lane:
+        with monkeypatch.context() as patch:
+            patch.setattr(pinned, "_map_pages", slow)
+            ticket = lane.submit(lambda: ring.take(100))
+            assert making.wait(20)
+        second = ring.take(200)
+        go_on.set()
+        first = ticket.wait(20)
+        assert first is not second
+        assert first.bytes(100).data_ptr() != second.bytes(200).data_ptr()
+        assert not ring.is_warm(1)
+        first.give_back()
+        assert ring.is_warm(mmap.PAGESIZE)
+        assert not ring.is_warm(mmap.PAGESIZE + 1)
+        second.give_back()
+
+
+def test_memory_that_cannot_be_had_leaves_the_ring_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    with PinnedRing(1, pin=False) as ring:
+        with monkeypatch.context() as patch:
+            patch.setattr(pinned, "_map_pages", lambda nbytes, pin: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                ring.take(100)
+        ring.take(100).give_back()

@@ -23,6 +23,8 @@ from overlapkit.span import SpanLog
 T = TypeVar("T")
 Kind = Literal["cuda", "thread", "inline"]
 
+_asking = threading.local()  # .quietly: this thread waits without counting as having asked; others may ask
+
 
 class Ticket(Generic[T]):
     """What `Lane.submit` returns: the handle of one piece of work.
@@ -91,18 +93,20 @@ class Ticket(Generic[T]):
     def _quietly(self, ask: Callable[[], T]) -> None:
         if self._pid != os.getpid() and not self._settled:
             return  # nothing of it runs in a forked child
-        seen = self.seen
+        before, _asking.quietly = getattr(_asking, "quietly", False), True
         try:
             ask()
         except BaseException as error:
             if error is not self.error:
                 raise  # not the work's: an interrupt of this thread
-            self.seen = seen
+        finally:
+            _asking.quietly = before
 
     def _result(self, timeout: float | None) -> T:
         if not self._settled:
             self._block(timeout)
-        self.seen = True
+        if not getattr(_asking, "quietly", False):
+            self.seen = True
         if self._error is None:
             return self._value  # type: ignore[return-value]  # None only where the work's result is
         try:

@@ -99,14 +99,22 @@ class PinnedRing:
         """
         if not self._free:
             raise RuntimeError(f"all {len(self._slots)} buffers are on loan: give one back first")
-        buffer = self._free[0]
-        if buffer._busy is not None:
-            buffer._busy.settle()
-            buffer._busy = None
-        if buffer._memory is None or buffer.nbytes < nbytes:
-            buffer._memory = None  # freed first: growing must not hold both
-            buffer._memory = _map_pages(_round_to_pages(nbytes), self._pin)
-        return self._free.popleft()
+        buffer = self._free.popleft()  # before it grows: another thread may take one meanwhile
+        try:
+            if buffer._busy is not None:
+                buffer._busy.settle()
+                buffer._busy = None
+            if buffer._memory is None or buffer.nbytes < nbytes:
+                buffer._memory = None  # freed first: growing must not hold both
+                buffer._memory = _map_pages(_round_to_pages(nbytes), self._pin)
+        except BaseException:
+            self._free.appendleft(buffer)
+            raise
+        return buffer
+
+    def is_warm(self, nbytes: int) -> bool:
+        """Whether `take` would return without making new memory."""
+        return bool(self._free) and self._free[0].nbytes >= nbytes
 
     def close(self) -> None:
         """Wait for the last uses and free all memory. Buffers on loan are freed with their last view."""

@@ -42,6 +42,12 @@ class Faulty(Disk):
     def create(self, path):
         return self._do("create", path, lambda: super(Faulty, self).create(path))
 
+    def write_at(self, fd, view, offset):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if len(self.calls) == self.at and not self.after:
+            super().write_at(fd, view[: view.nbytes // 2], offset)
+        self._do("write", path, lambda: super(Faulty, self).write_at(fd, view, offset))
+
     def write(self, fd, views):
         path = os.readlink(f"/proc/self/fd/{fd}")
         if len(self.calls) == self.at and not self.after:

@@ -192,14 +192,14 @@ def test_memory_is_reused_and_bounded(tmp_path):
     nbytes = 2 * 4 * (300 * 300 + 300)
     with Checkpointer(tmp_path, keep=1, in_flight=2) as checkpointer:
         assert checkpointer.restore(state) == 0
-        rings = checkpointer._stager._rings
-        addresses = {slot._memory.data_ptr() for slot in rings[0]._slots}
+        ring = checkpointer._stager._ring
+        addresses = {slot._memory.data_ptr() for slot in ring._slots}
         for step in range(6):
             checkpointer.save(step, state)
             state["optimizer"].step()
         checkpointer.wait()
-        assert {slot._memory.data_ptr() for slot in rings[0]._slots} == addresses
-        assert sum(ring.nbytes for ring in rings) <= 2 * (nbytes + 4096)
+        assert {slot._memory.data_ptr() for slot in ring._slots} == addresses
+        assert ring.nbytes <= 2 * (nbytes + 4096)
         assert len(checkpointer._stager._active) == 0
 
 
@@ -217,9 +217,9 @@ def test_what_was_restored_does_not_live_in_the_staging_memory(tmp_path):
         checkpointer.restore(other)
         other["model"][0].weight.data.fill_(7)
         before = snapshot(other)
-        memory = checkpointer._stager._rings[0]._slots[0]._memory
+        memory = checkpointer._stager._ring._slots[0]._memory
         checkpointer.save(2, other, block=True)
-        assert checkpointer._stager._rings[0]._slots[0]._memory is memory
+        assert checkpointer._stager._ring._slots[0]._memory is memory
         assert_same(snapshot(other), before)
         third = wide(8)
         checkpointer.restore(third)
@@ -503,9 +503,8 @@ def test_every_restored_tensor_has_memory_of_its_own(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state, block=True)
         checkpointer.restore(other)
-        for ring in checkpointer._stager._rings:
-            for slot in ring._slots:
-                slot._memory.fill_(0)
+        for slot in checkpointer._stager._ring._slots:
+            slot._memory.fill_(0)
     assert other["object"].value.eq(1).all()
     assert other["model"].scale.eq(1).all()
     assert other["value"][0].eq(1).all()

@@ -2,12 +2,14 @@
 
 import json
 import shutil
-import zlib
+from pathlib import Path
 
 import pytest
 
 from overlapkit.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
+from overlapkit.checkpoint.hashing import ALGORITHM, checksum
 from overlapkit.checkpoint.manifest import manifest_bytes, read_manifest
+from overlapkit.checkpoint.writer import VERSION
 from tests.checkpoint.faults import read_value, value_state
 
 FILES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors")
@@ -20,6 +22,35 @@ def sound(tmp_path_factory):
         for step in (1, 2):
             checkpointer.save(step, value_state(step), block=True)
     return directory
+
+
+VERSION_1 = Path(__file__).parent / "version_1" / "step-1"
+"""Written by the first version of the format, with crc32 checksums: `value_state(3)`."""
+
+
+def test_version_1_is_read(tmp_path):
+    shutil.copytree(VERSION_1, tmp_path / "step-1")
+    assert json.loads((VERSION_1 / FILES[0]).read_text())["version"] == 1
+    assert read_value(tmp_path) == (1, 3)  # restores and verifies
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, value_state(4), block=True)
+    assert json.loads((tmp_path / "step-2" / FILES[0]).read_text())["hash"] == ALGORITHM
+    assert read_value(tmp_path) == (2, 4)
+    assert read_value(tmp_path, 1) == (1, 3)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_damage_of_version_1_is_found(tmp_path, file):
+    shutil.copytree(VERSION_1, tmp_path / "step-1")
+    data = (tmp_path / "step-1" / file).read_bytes()
+    for at in range(0, len(data), max(1, len(data) // 40)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << (at % 8)
+        (tmp_path / "step-1" / file).write_bytes(flipped)
+        if file == "manifest.json" and same_json(flipped, data):
+            continue
+        with Checkpointer(tmp_path) as checkpointer, pytest.raises(DamagedCheckpoint, match=file):
+            checkpointer.verify(1)
 
 
 @pytest.fixture
@@ -148,7 +179,7 @@ def rewrite(run, change):
     change(part, files)
     data = json.dumps(part).encode()
     (folder / FILES[1]).write_bytes(data)
-    files[FILES[1]] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    files[FILES[1]] = {"bytes": len(data), ALGORITHM: checksum(data)}
     (folder / FILES[0]).write_bytes(manifest_bytes(2, files, 1, {}))
 
 
@@ -168,7 +199,11 @@ HOSTILE = {
     "beyond the file": entry("t", at=1 << 40),
     "other dimensions": entry("t", shape=[3, 3]),
     "an unknown dtype": entry("t", dtype="F1024"),
-    "no checksums": entry("t", crc32=[]),
+    "no checksums": lambda part, files: part["file"].update(sums=""),
+    "checksums of nothing": entry("t", sum=1 << 40),
+    "checksums before the first": entry("t", sum=-1),
+    "a list of checksums too short": entry("t", crc32=[]),
+    "a block of odd size": lambda part, files: part.update(block=4097),
     "a block of nothing": lambda part, files: part.update(block=0),
     "text for a number": entry("t", at="0"),
     "an alias of nothing": lambda part, files: part["tensors"].update(t={"alias": "nowhere"}),
@@ -185,19 +220,27 @@ HOSTILE = {
 def test_a_hostile_part_is_refused(run, case):
     rewrite(run, HOSTILE[case])
     state = value_state(5)
-    with Checkpointer(run) as checkpointer, pytest.raises(DamagedCheckpoint):
+    with Checkpointer(run) as checkpointer, pytest.raises(DamagedCheckpoint) as caught:
         checkpointer.restore(state, 2)
+    assert "checksum differs" not in str(caught.value)  # it is refused for what it says
     assert state["n"] == 5
     assert (state["model"].weight == 5).all()
 
 
+def test_an_unknown_hash_is_refused(run, monkeypatch):
+    monkeypatch.setattr("overlapkit.checkpoint.manifest.ALGORITHM", "md5")
+    rewrite(run, lambda part, files: None)
+    monkeypatch.undo()
+    falls_back(run, match="manifest.json: not a manifest")
+
+
 def test_a_later_format_is_an_error_and_no_damage(run, monkeypatch):
-    monkeypatch.setattr("overlapkit.checkpoint.manifest.VERSION", 2)
+    monkeypatch.setattr("overlapkit.checkpoint.manifest.VERSION", VERSION + 1)
     rewrite(run, lambda part, files: None)
     monkeypatch.undo()
     with (
         Checkpointer(run) as checkpointer,
-        pytest.raises(CheckpointError, match="version 2.*upgrade") as caught,
+        pytest.raises(CheckpointError, match=f"version {VERSION + 1}.*upgrade") as caught,
     ):
         checkpointer.restore(value_state(0))
     assert not isinstance(caught.value, DamagedCheckpoint)

@@ -159,6 +159,46 @@ def test_each_byte_is_written_once(tmp_path):
     assert sum(t.numel() * t.element_size() for file in files for t in load_file(file).values()) == whole
 
 
+def read_parts(folder, made, *args):
+    """Restore, and note which ranks' parts each rank reads."""
+
+    def run(rank):
+        from overlapkit.checkpoint.manifest import Manifest
+
+        state, read, real = made(*args), [], Manifest.part
+        step(state)
+        Manifest.part = lambda manifest, number: (read.append(number), real(manifest, number))[1]
+        with Checkpointer(folder) as checkpointer:
+            checkpointer.restore(state)
+        return sorted(set(read)), full(state)
+
+    return run
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+def test_at_the_same_layout_each_rank_reads_only_the_parts_that_it_needs(tmp_path, shape):
+    """Its own, rank 0's for plain tensors, and those of the first replica; so it is with 4,096 ranks, too."""
+    names = ("replicate", "shard")
+
+    def write(rank):
+        state = sharded(shape, names)
+        step(state)
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, state, block=True)
+        return full(state)
+
+    saved = run_ranks(4, write)
+    found = run_ranks(4, read_parts(tmp_path, sharded, shape, names))
+    replicas = {(2, 2): [[0], [0, 1], [0, 2], [0, 1, 3]], (1, 4): [[0], [0, 1], [0, 2], [0, 3]]}
+    for rank, (parts, tensors) in enumerate(found):
+        same(saved[0], tensors)
+        few = replicas[shape][rank]
+        assert parts in (few, [0, 1, 2, 3])  # all where this rank's shard of something is empty
+    assert any(parts != [0, 1, 2, 3] for parts, _ in found)
+    for _, tensors in run_ranks(4, read_parts(tmp_path, sharded, shape[::-1], names)):
+        same(saved[0], tensors)  # another layout of as many ranks
+
+
 def ddp_state(rank, seed=0):
     state = build(seed=seed)
     state["model"] = nn.parallel.DistributedDataParallel(state["model"])

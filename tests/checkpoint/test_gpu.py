@@ -59,13 +59,13 @@ def test_staging_memory_is_page_locked_and_reused(tmp_path):
     train_step(state)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.restore(state)
-        first = checkpointer._stager._rings[0]._slots[0]._memory
+        first = checkpointer._stager._ring._slots[0]._memory
         assert first.is_pinned()
         for step in range(3):
             checkpointer.save(step, state)
             train_step(state)
         checkpointer.wait()
-        assert checkpointer._stager._rings[0]._slots[0]._memory.data_ptr() == first.data_ptr()
+        assert checkpointer._stager._ring._slots[0]._memory.data_ptr() == first.data_ptr()
         spans = {span.name: span for span in checkpointer.timings()}
         assert {"save", "stage", "write", "commit"} <= set(spans)
 

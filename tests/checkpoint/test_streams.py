@@ -17,7 +17,7 @@ from tests.cuda_fake import FakeCuda, fake_cuda, module_on_device, on_device
 
 @pytest.fixture
 def _any_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_check_tensor", lambda path, tensor: None)  # the fake's are a subclass
+    monkeypatch.setattr(layout, "check_tensor", lambda path, tensor: None)  # the fake's are a subclass
 
 
 def train(machine: FakeCuda, directory: Path, stage: Any, in_flight: int = 1) -> None:

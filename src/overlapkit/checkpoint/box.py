@@ -3,9 +3,11 @@
 Both follow from the mesh coordinates of a DTensor alone. There are no collectives here.
 """
 
+import functools
 import math
 import sys
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeGuard
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeGuard
 
 import torch
 
@@ -57,8 +59,6 @@ def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Box]:
     """
     if not is_dtensor(tensor):
         return tensor.detach(), Box.whole(tuple(tensor.shape))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     with torch.no_grad():
         local = tensor.to_local().detach()
     if any(placement.is_partial() for placement in tensor.placements):
@@ -66,17 +66,30 @@ def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Box]:
             f"state {name!r} has placements {tensor.placements}: a sum that is still pending cannot be kept; "
             "redistribute() it first"
         )
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(shape) != tuple(local.shape) and local.numel():
+    coordinate = tensor.device_mesh.get_coordinate()
+    here = None if coordinate is None else tuple(coordinate)
+    shape, offset = _shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements, here)
+    if shape != tuple(local.shape) and local.numel():
         raise TypeError(
             f"state {name!r} has placements {tensor.placements} and a local shape {tuple(local.shape)}, "
-            f"where {tuple(shape)} was expected: this sharding cannot be kept"
+            f"where {shape} was expected: this sharding cannot be kept"
         )
     if not local.numel():  # an uneven shard's empty rest, or a rank outside of the mesh
         return local, Box(
             (0,) * tensor.ndim, tuple(local.shape) if local.ndim == tensor.ndim else (0,) * tensor.ndim
         )
-    return local, Box(tuple(offset), tuple(shape))
+    return local, Box(offset, shape)
+
+
+@functools.lru_cache(4096)  # thousands of tensors have few shapes
+def _shape_and_offset(
+    shape: torch.Size, mesh: Any, placements: Any, coordinate: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A local part's; the coordinate is the mesh's own, and is what tells two ranks' meshes apart."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(local), tuple(offset)
 
 
 def is_first_replica(tensor: torch.Tensor, rank: int) -> bool:
@@ -87,9 +100,15 @@ def is_first_replica(tensor: torch.Tensor, rank: int) -> bool:
     if not is_dtensor(tensor):
         return rank == 0
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return False
-    replicas = (
-        at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
-    )
-    return all(at == 0 for at in replicas)
+    return coordinate is not None and _first(tensor, coordinate) == tuple(coordinate)
+
+
+def first_replica(tensor: "DTensor") -> int | None:
+    """The rank that writes what this one holds of a tensor; None on a rank outside of its mesh."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    return None if coordinate is None else int(tensor.device_mesh.mesh[_first(tensor, coordinate)])
+
+
+def _first(tensor: "DTensor", coordinate: Sequence[int]) -> tuple[int, ...]:
+    pairs = zip(coordinate, tensor.placements, strict=True)
+    return tuple(0 if placement.is_replicate() else at for at, placement in pairs)

@@ -19,13 +19,13 @@ from overlapkit.checkpoint.commit import RunLock, sweep
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Job, Run, sound_steps
-from overlapkit.checkpoint.layout import check_state, take_inventory
-from overlapkit.checkpoint.manifest import read_manifest, step_name
+from overlapkit.checkpoint.layout import check_state
 from overlapkit.checkpoint.opening import check_metrics, check_options, check_step, open_directory
-from overlapkit.checkpoint.reader import verify
+from overlapkit.checkpoint.planner import Planner
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
 from overlapkit.checkpoint.stage import LANE, Stager, Staging
+from overlapkit.checkpoint.verification import verify
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
 from overlapkit.quorum import Quorum, Report
@@ -54,7 +54,12 @@ class Checkpointer:
         * With stage="late", parameters and state of an optimizer in the state are copied during the next
           forward and backward, and its next step begins after that copy. They must change in its step
           only until `Save.staged` is done: a change that moves the tensor's version counter fails the save.
-          Changes through `.data` or by kernels of your own move none, and go unseen.
+          Changes through `.data` or by kernels of your own move none, and go unseen; and so does one to a
+          single tensor of an optimizer's state, right after a save of hundreds of them (see late.py).
+        * A save takes the state apart only where it has other tensors than at the save before. Memory for
+          the copies is made and touched by `restore`, else by the first `save` that is not due, else by the
+          first that is, beside the step: fresh pages cost twenty times the copy, and a save is on the
+          critical path. It is the size of this rank's share, times `in_flight`.
         * Everything else is copied before `save` returns; so are parameters of an optimizer that is
           capturable or runs in backward, whose steps pass no hook.
         * At most `in_flight` saves are in memory, each once.
@@ -92,17 +97,20 @@ class Checkpointer:
         timeout: float = 600.0,
     ) -> None:
         check_options(directory, every, keep, keep_every, best, in_flight, stage, timeout)
-        self._every, self._in_flight, self._stage = every, in_flight, stage
+        self._every, self._in_flight = every, in_flight
         self._root = Path(directory)
         self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
         self._lock: RunLock | None = None
         opened = self._quorum.together("open", self._open, self._open_run)
         self._log = SpanLog()
-        self._run = Run(self._root, opened["run"], self._quorum, self._disk, self._log, keep, keep_every)
+        self._writer, self._helper = Lane(LANE, kind="thread"), Lane(LANE, kind="thread")
+        self._run = Run(
+            self._root, opened["run"], self._quorum, self._disk, self._log, self._helper, keep, keep_every
+        )
+        self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
-        self._writer = Lane(LANE, kind="thread")
         self._unfinished = Unfinished(self._log)
-        self._restorer = Restorer(self._root, self._quorum, self._stager)
+        self._restorer = Restorer(self._root, self._quorum, self._stager, self._helper)
         self._saves = itertools.count()
         self._closing = False
         self._closed = False
@@ -143,6 +151,9 @@ class Checkpointer:
         check_state(state)
         if self._every is not None and step % self._every:
             self._unfinished.surface()
+            if not len(self._unfinished) and self._planner.is_behind(state):
+                with self._log.host(LANE, "prepare", exposed=True):
+                    self._stager.prewarm(self._planner.take(state), beside=True)
             return not_due(step)
         start = time.perf_counter_ns()
         with self._log.host(LANE, "save", exposed=True):
@@ -195,9 +206,10 @@ class Checkpointer:
                 f"only={only!r}: the state has no {', '.join(map(repr, absent))}, but {list(state)}"
             )
         self._unfinished.settle()
+        self._planner.forget()
         restored = self._restorer.restore(state, step, only, strict)
         if only is None:
-            self._stager.prewarm(take_inventory(state, self._quorum.rank, stage=self._stage))
+            self._stager.prewarm(self._planner.take(state))
         return restored
 
     def steps(self) -> list[int]:
@@ -215,7 +227,7 @@ class Checkpointer:
             FileNotFoundError: There is none of this step.
             DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
         """
-        verify(read_manifest(self._root / step_name(self._restorer.candidates(check_step(step))[0])))
+        verify(self._root, check_step(step))
 
     def wait(self) -> None:
         """Block until all saves are committed.
@@ -249,6 +261,8 @@ class Checkpointer:
         self._unfinished.settle()
         self._unseen += self._unfinished.unseen()
         self._writer.close()
+        self._helper.close()
+        self._planner.forget()
         self._stager.close()
         self._quorum.leave()
         if self._lock is not None:
@@ -301,10 +315,10 @@ class Checkpointer:
         staging: Staging | None = None
         claim = threading.Lock()  # whoever takes it decides: the writer carries out, or this call gives up
         try:
-            inventory = take_inventory(state, self._quorum.rank, stage=self._stage)
+            share = self._planner.take(state)
             generators = rng.capture()
-            staging = self._stager.stage(inventory)
-            job = Job(self._run, number, step, inventory, staging, generators, metrics)
+            staging = self._stager.stage(share)
+            job = Job(self._run, number, step, share, staging, generators, metrics)
             committed = self._writer.submit(lambda: self._carry_out(job, claim))
             return Save(step, staging.ticket, committed, staging=staging)
         except BaseException as error:

@@ -6,9 +6,13 @@ caller, and only a reference to them is kept.
 """
 
 import base64
+import json
 import math
+import re
+import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,33 @@ KeepTensor = Callable[[str, torch.Tensor], str]
 _PAIRS: dict[type, str] = {dict: "dict", Counter: "Counter", OrderedDict: "OrderedDict"}
 _LISTS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "Size"}
 _NUMPY_KINDS = "biufcSUmM"  # bool, integers, floats, complex, bytes, text, times: all but objects and records
+
+_MARK = uuid.uuid4().hex  # stands for a Constant's text, until that is put in
+
+
+class Constant:
+    """Typed JSON that many saves have in common: encoded once, and its text is made once."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    @cached_property
+    def text(self) -> str:
+        """Its JSON."""
+        text, self._value = dump(self._value), None
+        return text
+
+
+def dump(value: Any) -> str:
+    """Typed JSON, which may hold Constants, as text."""
+    found: list[Constant] = []
+
+    def mark(constant: Constant) -> str:
+        found.append(constant)
+        return f"{_MARK}{len(found) - 1}"
+
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), default=mark)
+    return re.sub(f'"{_MARK}(\\d+)"', lambda match: found[int(match[1])].text, text) if found else text
 
 
 def root(key: object) -> str:
@@ -70,6 +101,8 @@ def _encode(value: Any, path: str, keep: KeepTensor) -> Any:
         return _tagged(_PAIRS[kind], pairs)
     if kind in _LISTS:
         return _tagged(_LISTS[kind], [_encode(item, f"{path}/{i}", keep) for i, item in enumerate(value)])
+    if kind is Constant:
+        return value
     if kind is deque:
         return {"$": "deque", "maxlen": value.maxlen, "v": _encode(list(value), path, keep)}
     return _encode_leaf(value, kind, path)

@@ -18,13 +18,13 @@ from typing import Any
 
 from overlapkit.checkpoint.disk import Disk, write_file
 from overlapkit.checkpoint.errors import CheckpointError
-from overlapkit.checkpoint.manifest import MANIFEST, is_ours, manifest_bytes, step_name
+from overlapkit.checkpoint.manifest import MANIFEST, is_ours, manifest_bytes, size_of, step_name
 
 _LEFTOVER = re.compile(r"\.(tmp|old|gone|run)-([0-9a-f]{12})(?:-(\d+)|\.lock)")
 
 
 def commit(
-    disk: Disk, temporary: Path, step: int, files: dict[str, dict[str, int]], about: dict[str, Any]
+    disk: Disk, temporary: Path, step: int, files: dict[str, dict[str, Any]], about: dict[str, Any]
 ) -> Path:
     """Make a checkpoint of a folder that all ranks have written to. Called by rank 0 only.
 
@@ -42,10 +42,10 @@ def commit(
             checkpoint has the final name.
     """
     for name, file in files.items():
-        path = temporary / name
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
+        if size_of(temporary / name) != file["bytes"]:
             raise CheckpointError(
-                f"{path} is not what its rank wrote: the directory must be on a file system that they share"
+                f"{temporary / name} is not what its rank wrote: the directory must be on a file system that "
+                "they share"
             )
     write_file(disk, temporary / MANIFEST, manifest_bytes(step, files, about["world"], about["metrics"]))
     disk.sync_folder(temporary)

@@ -23,6 +23,22 @@ class Disk:
         """Open a new file for writing; an existing one is an error."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
+    def open_direct(self, path: Path) -> int | None:
+        """Open a file for writing past the page cache; None where its file system cannot."""
+        flag: int | None = getattr(os, "O_DIRECT", None)  # not everywhere
+        if flag is None:
+            return None
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
+        except OSError:
+            return None
+
+    def write_at(self, fd: int, view: memoryview, offset: int) -> None:
+        """Write all of these bytes at this place. Other threads may write at other places."""
+        done = 0
+        while done < view.nbytes:
+            done += os.pwrite(fd, view[done:], offset + done)
+
     def write(self, fd: int, views: Sequence[memoryview]) -> None:
         """Write all of these bytes, in this order."""
         queue = [view for view in views if view.nbytes]

@@ -6,7 +6,12 @@ CheckpointError
 └── MismatchError       the checkpoint is sound, but the state does not fit it
 """
 
+from typing import TYPE_CHECKING
+
 from overlapkit import quorum
+
+if TYPE_CHECKING:
+    from overlapkit.checkpoint.verification import Damage
 
 
 class CheckpointError(RuntimeError):
@@ -18,7 +23,15 @@ class RankFailed(CheckpointError, quorum.RankFailed):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file is missing, cut short, or differs from its checksum; the message names file and tensor."""
+    """A file is missing, cut short, or differs from its checksum; the message names file and tensor.
+
+    Attributes:
+        damage: All damaged places, where a whole checkpoint was looked through (`verify`); else empty.
+    """
+
+    def __init__(self, message: str, damage: "tuple[Damage, ...]" = ()) -> None:
+        super().__init__(message)
+        self.damage = damage
 
 
 class MismatchError(CheckpointError):

@@ -1,19 +1,20 @@
 """The part of a save that runs in the background: write, report, commit, delete what is surplus."""
 
 import contextlib
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.commit import commit, discard, tidy
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import CheckpointError, RankFailed
-from overlapkit.checkpoint.layout import DTYPES, Inventory
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
+from overlapkit.checkpoint.planner import Share
 from overlapkit.checkpoint.retention import surplus
 from overlapkit.checkpoint.stage import LANE, Staging
-from overlapkit.checkpoint.writer import remove_share, write_share
+from overlapkit.checkpoint.writer import held, remove_share, write_share
+from overlapkit.lane import Lane
 from overlapkit.quorum import Quorum, Report
 from overlapkit.span import SpanLog
 
@@ -27,6 +28,7 @@ class Run:
     quorum: Quorum
     disk: Disk
     log: SpanLog
+    helper: Lane
     keep: int | None
     keep_every: int | None
 
@@ -39,18 +41,18 @@ class Job:
         run: The checkpointer's.
         number: How many saves this run began before it; the same on every rank.
         step: The step.
-        inventory: The state.
+        share: What this rank writes of the state.
         staging: Its tensors.
-        rng: The generators' states.
+        generators: The random generators' states.
         metrics: Typed JSON.
     """
 
     run: Run
     number: int
     step: int
-    inventory: Inventory
+    share: Share
     staging: Staging
-    rng: Any
+    generators: dict[str, Any]
     metrics: dict[str, Any]
 
     def carry_out(self) -> Path:
@@ -84,16 +86,24 @@ class Job:
         return final
 
     def _write(self, temporary: Path) -> Report:
-        rows = self.staging.rows()
+        memory = self.staging.memory()
         about = {
             "step": self.step,
             "rank": self.run.quorum.rank,
             "world": self.run.quorum.world,
-            "rng": self.rng,
+            "rng": rng.typed(self.generators),
         }
-        with self.run.log.host(LANE, "write", bytes=sum(data.numel() for _, data in rows)):
-            files = write_share(self.run.disk, temporary, self.inventory, rows, about)
-        return {"step": self.step, "files": files, "plain": self._plain_tensors()}
+        with self.run.log.host(LANE, "write", bytes=memory.numel()):
+            files = write_share(
+                self.run.disk,
+                temporary,
+                self.share.plan,
+                self.share.entries,
+                held(memory),
+                about,
+                self.run.helper,
+            )
+        return {"step": self.step, "files": files, "plain": self.share.plan.plain_tensors}
 
     def _commit(self, temporary: Path, reports: list[Report]) -> Report:
         for rank, report in enumerate(reports):
@@ -110,16 +120,12 @@ class Job:
             commit(self.run.disk, temporary, self.step, files, about)
         return {}
 
-    def _plain_tensors(self) -> int:
-        """A checksum of the names, dtypes and shapes of the tensors that rank 0 writes for all ranks."""
-        pieces = self.inventory.pieces
-        written = [(p.name, DTYPES[p.data.dtype], p.shape) for p in pieces if not (p.own or p.sharded)]
-        return zlib.crc32(repr(sorted(written + self.inventory.left_out)).encode())
-
     def _delete_surplus(self, final: Path) -> None:
         run = self.run
         try:
             tidy(run.disk, run.root, run.name)
+            if run.keep is None:
+                return
             for step in surplus(sound_steps(run.root), self.step, run.keep, run.keep_every):
                 discard(run.disk, run.root, run.name, run.root / step_name(step))
         except OSError as error:

@@ -7,14 +7,14 @@ themselves.
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from overlapkit.checkpoint.box import Box, is_dtensor, is_first_replica, local_part
-from overlapkit.checkpoint.codec import encode, join, root
+from overlapkit.checkpoint.codec import Constant, encode, join, root
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -37,59 +37,73 @@ DTYPES: dict[torch.dtype, str] = {
 """The dtypes that safetensors names, the widest first: in this order every tensor starts aligned."""
 
 
-@dataclass(slots=True, eq=False)
-class Piece:
-    """The part of one tensor that this rank writes.
+class Slot(NamedTuple):
+    """What of a piece is the same from save to save.
 
     Attributes:
         name: Path in the state, unique.
-        data: The live memory, of shape `box.shape`.
-        source: The tensor that it was taken from; a DTensor's own version counter is not its local part's.
+        dtype: Of the tensor.
         shape: Of the global tensor.
-        box: Where `data` lies in it.
+        box: The part of it that this rank writes.
         own: True where every rank has a tensor of its own of this name (a loader's state, a loose tensor);
             False where all ranks' pieces make up one tensor.
         late: It changes in `optimizer.step()` only.
         sharded: It is a DTensor.
+        device: Type of the device that it is on.
         alias: The name under which the same memory is written already, or None.
     """
 
     name: str
-    data: torch.Tensor
-    source: torch.Tensor
+    dtype: torch.dtype
     shape: tuple[int, ...]
     box: Box
     own: bool
     late: bool
     sharded: bool
-    alias: str | None = None
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Moves when the tensor or, as far as that shows, a DTensor's local part is changed in place."""
-        return self.source._version, self.data._version
+    device: str
+    alias: str | None
 
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's part."""
-        return self.data.numel() * self.data.element_size()
+        return self.box.numel * self.dtype.itemsize
+
+
+class Piece(NamedTuple):
+    """The part of one tensor that this rank writes.
+
+    Attributes:
+        slot: What it is.
+        data: The live memory, of shape `slot.box.shape`.
+        source: The tensor that it was taken from; a DTensor's own version counter is not its local part's.
+        moment: It is the state of an optimizer, which is copied late.
+    """
+
+    slot: Slot
+    data: torch.Tensor
+    source: torch.Tensor
+    moment: bool
 
 
 @dataclass
 class Inventory:
-    """A state, taken apart.
+    """A state, or a half of one, taken apart.
 
     Attributes:
-        entries: For each key of the state its kind and its typed JSON, which refers to tensors by name.
+        entries: Typed JSON, which refers to tensors by name; for each key of the state.
         pieces: What this rank writes.
         left_out: (name, dtype, shape) of the replicated tensors that rank 0 writes for this one.
         optimizers: Those whose parameters and state may be copied late.
+        groups: For each optimizer, the names of each group's parameters.
+        seen: Where memory is that has a name already.
     """
 
-    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    entries: dict[str, Any] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     left_out: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    groups: dict[str, list[Constant]] = field(default_factory=dict)
+    seen: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
 
 def kind_of(value: object) -> str:
@@ -163,55 +177,84 @@ def named_optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dic
     return found
 
 
-def take_inventory(state: Mapping[str, Any], rank: int, *, stage: str) -> Inventory:
-    """Take a state apart.
+def take_fixed(state: Mapping[str, Any], rank: int, *, late: bool) -> Inventory:
+    """The half of a state that is the same tensors from save to save: modules, and optimizers' states.
 
     Args:
         state: A checked state.
         rank: This process's rank.
-        stage: "late" marks what changes in `optimizer.step()` only; "now" marks nothing.
+        late: Mark what changes in `optimizer.step()` only.
 
     Raises:
         TypeError: Something in it cannot be kept; the message names its path.
     """
-    return _Taking(state, rank, stage == "late").inventory
+    walk = _Walk(rank, Inventory())
+    found = walk.inventory
+    modules = {
+        key: {plain_name(name): item for name, item in unwrap(value).state_dict(keep_vars=True).items()}
+        for key, value in state.items()
+        if isinstance(value, nn.Module)
+    }
+    names = parameter_names(state)
+    optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+    found.optimizers = [value for value in optimizers.values() if late and steps_through_hooks(value)]
+    walk.stepped = {_address(p) for p in _parameters(found.optimizers)}
+    hooked = {id(value) for value in found.optimizers}
+    for key in state:
+        if key in modules:
+            found.entries[key] = Constant(encode(modules[key], root(key), walk.keep_module))
+        elif key in optimizers:
+            keep = walk.keep_late if id(optimizers[key]) in hooked else walk.keep_shared
+            named = named_optimizer_state(optimizers[key], names)
+            found.entries[key] = Constant(encode(named["state"], f"{root(key)}/state", keep))
+            found.groups[key] = [Constant(group["params"]) for group in named["param_groups"]]
+    return found
 
 
-class _Taking:
-    """One walk over a state."""
+def take_loose(state: Mapping[str, Any], rank: int, fixed: Inventory) -> Inventory:
+    """The other half, which is taken anew at every save; its entries are those of the whole state.
 
-    def __init__(self, state: Mapping[str, Any], rank: int, late: bool) -> None:
+    Raises:
+        TypeError: Something in it cannot be kept; the message names its path.
+    """
+    walk = _Walk(rank, fixed)
+    for key, value in state.items():
+        kind, path = kind_of(value), root(key)
+        entry: Any = fixed.entries.get(key)
+        if kind == "optimizer":
+            rest = _all_but_state(value, fixed.groups[key])
+            entry = {"state": entry, "rest": encode(rest, path, walk.keep_shared)}
+        elif kind == "object":
+            entry = encode(value.state_dict(), path, walk.keep_own)
+        elif kind != "module":
+            entry = encode(value, path, walk.keep_own)
+        walk.inventory.entries[key] = {"kind": kind, "value": entry}
+    return walk.inventory
+
+
+def _all_but_state(optimizer: Optimizer, names: list[Constant]) -> dict[str, Any]:
+    """What else there is in an optimizer's state_dict, with the parameters' names in place of its indices."""
+    found = {"param_groups": optimizer.param_groups} if is_plain(optimizer) else dict(optimizer.state_dict())
+    groups = zip(found["param_groups"], names, strict=True)
+    found["param_groups"] = [{**group, "params": named} for group, named in groups]
+    found.pop("state", None)
+    return found
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Whether its state_dict is made of its `state` and `param_groups` as torch makes it."""
+    hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+    return type(optimizer).state_dict is Optimizer.state_dict and not hooks
+
+
+class _Walk:
+    """One walk over a state. What memory has a name after `fixed` was taken is found there, or here."""
+
+    def __init__(self, rank: int, fixed: Inventory) -> None:
         self.inventory = Inventory()
         self.rank = rank
-        self.seen: dict[tuple[Any, ...], str] = {}
-        self.modules = {
-            key: {plain_name(name): item for name, item in unwrap(value).state_dict().items()}
-            for key, value in state.items()
-            if isinstance(value, nn.Module)
-        }
-        names = parameter_names(state)
-        optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
-        self.hooked = {id(value) for value in optimizers if late and steps_through_hooks(value)}
-        self.inventory.optimizers = [value for value in optimizers if id(value) in self.hooked]
-        self.stepped = {_address(p) for p in _parameters(self.inventory.optimizers)}
-        for key, value in state.items():
-            kind = kind_of(value)
-            self.inventory.entries[key] = {"kind": kind, "value": self.entry(key, kind, value, names)}
-
-    def entry(self, key: str, kind: str, value: Any, names: Mapping[int, str]) -> Any:
-        path = root(key)
-        if kind == "module":
-            return encode(self.modules[key], path, self.keep_module)
-        if kind == "optimizer":
-            found = named_optimizer_state(value, names)
-            late = id(value) in self.hooked
-            moments = encode(
-                found.pop("state"), f"{path}/state", self.keep_late if late else self.keep_shared
-            )
-            return {"state": moments, "rest": encode(found, path, self.keep_shared)}
-        if kind == "object":
-            return encode(value.state_dict(), path, self.keep_own)
-        return encode(value, path, self.keep_own)
+        self.stepped: set[int] = set()
+        self._fixed = fixed
 
     def keep_module(self, path: str, tensor: torch.Tensor) -> str:
         return self.keep(
@@ -219,7 +262,7 @@ class _Taking:
         )
 
     def keep_late(self, path: str, tensor: torch.Tensor) -> str:
-        return self.keep(path, tensor, own=False, late=True)
+        return self.keep(path, tensor, own=False, late=True, moment=True)
 
     def keep_shared(self, path: str, tensor: torch.Tensor) -> str:
         return self.keep(path, tensor, own=False, late=False)
@@ -227,8 +270,8 @@ class _Taking:
     def keep_own(self, path: str, tensor: torch.Tensor) -> str:
         return self.keep(path, tensor, own=not is_dtensor(tensor), late=False)
 
-    def keep(self, path: str, tensor: torch.Tensor, *, own: bool, late: bool) -> str:
-        _check_tensor(path, tensor)
+    def keep(self, path: str, tensor: torch.Tensor, *, own: bool, late: bool, moment: bool = False) -> str:
+        check_tensor(path, tensor)
         shape = tuple(tensor.shape)
         if not own and not is_first_replica(tensor, self.rank):
             if not is_dtensor(tensor):
@@ -238,12 +281,14 @@ class _Taking:
         if data.numel() == 0 and tensor.numel() > 0:
             return path  # an uneven shard leaves this rank nothing
         late = late and not (data.is_inference() or tensor.is_inference())  # those have no version counter
-        piece = Piece(path, data, tensor, shape, box, own, late, is_dtensor(tensor))
+        alias = None
         if data.numel() and not own:
             same = (data.data_ptr(), data.dtype, data.shape, data.stride(), box)
-            first = self.seen.setdefault(same, path)
-            piece.alias = first if first != path else None
-        self.inventory.pieces.append(piece)
+            first = self._fixed.seen.get(same) or self.inventory.seen.setdefault(same, path)
+            alias = first if first != path else None
+        sharded, device = is_dtensor(tensor), data.device.type
+        slot = Slot(path, data.dtype, shape, box, own, late, sharded, device, alias)
+        self.inventory.pieces.append(Piece(slot, data, tensor, moment))
         return path
 
 
@@ -269,7 +314,8 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _check_tensor(path: str, tensor: torch.Tensor) -> None:
+def check_tensor(path: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError or ValueError where a tensor cannot be kept; the message names it."""
     if tensor.device.type == "meta":
         raise ValueError(
             f"state {path!r} is on the meta device and holds no data: call to_empty() and initialise it"

@@ -1,7 +1,7 @@
 """The manifest: the last file of a checkpoint, and what makes a folder one of ours.
 
 step-100/
-    manifest.json            format, step, world size, size of every file, checksum of every part
+    manifest.json            format, hash, step, world size, size of every file, checksum of every part
     rank-00000.json          part: the rank's JSON state, and where its tensors lie
     rank-00000.safetensors   the rank's tensors, readable by plain safetensors
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from overlapkit.checkpoint.hashing import ALGORITHM, HASHES
 from overlapkit.checkpoint.writer import FORMAT, VERSION
 
 MANIFEST = "manifest.json"
@@ -23,12 +24,22 @@ _FILE = re.compile(r"rank-(\d{5,})\.(json|safetensors)")
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents, checked against the files' sizes."""
+    """A checkpoint's table of contents, checked against the files' sizes.
+
+    Attributes:
+        folder: Where it is.
+        step: Its step.
+        world: How many ranks wrote it.
+        files: Name -> "bytes", and the checksum of a part under the name of its algorithm.
+        hash: That algorithm.
+        metrics: Typed JSON.
+    """
 
     folder: Path
     step: int
     world: int
-    files: dict[str, dict[str, int]]
+    files: dict[str, dict[str, Any]]
+    hash: str
     metrics: dict[str, Any]
 
     def part(self, rank: int) -> dict[str, Any]:
@@ -39,7 +50,7 @@ class Manifest:
         """
         name = f"rank-{rank:05d}.json"
         data = _read(self.folder / name)
-        if zlib.crc32(data) != self.files[name].get("crc32"):
+        if HASHES[self.hash](data) != self.files[name].get(self.hash):
             raise DamagedCheckpoint(f"{self.folder / name}: its checksum differs from the manifest's")
         try:
             part: dict[str, Any] = json.loads(data)
@@ -53,11 +64,17 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a folder's name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def step_folders(root: Path) -> dict[int, Path]:
     """Folders by step, for everything named as a committed checkpoint, sound or not, ascending."""
     if not root.is_dir():
         return {}
-    found = {int(match[1]): path for path in root.iterdir() if (match := _STEP.fullmatch(path.name))}
+    found = {step: path for path in root.iterdir() if (step := step_of(path.name)) is not None}
     return {step: found[step] for step in sorted(found) if is_ours(found[step])}
 
 
@@ -66,11 +83,11 @@ def is_ours(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MANIFEST, "rank-00000.json"))
 
 
-def manifest_bytes(step: int, files: dict[str, dict[str, int]], world: int, metrics: dict[str, Any]) -> bytes:
-    """A manifest, which carries its own checksum."""
+def manifest_bytes(step: int, files: dict[str, dict[str, Any]], world: int, metrics: dict[str, Any]) -> bytes:
+    """A manifest with its own checksum: crc32, so that version 1 can tell that it is sound."""
     inner = {"step": step, "world": world, "files": files, "metrics": metrics}
-    document = {"format": FORMAT, "version": VERSION, "checkpoint": inner}
-    return json.dumps({"crc32": _checksum(document), **document}, indent=1).encode()
+    document = {"format": FORMAT, "version": VERSION, "hash": ALGORITHM, "checkpoint": inner}
+    return json.dumps({"crc32": _checksum(document), **document}).encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -90,7 +107,9 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path}: format version {document['version']}, this overlapkit reads {VERSION}: upgrade it"
             )
         inner = document["checkpoint"]
-        found = Manifest(folder, inner["step"], inner["world"], inner["files"], inner["metrics"])
+        hash = document.get("hash", "crc32")  # version 1 does not name it
+        HASHES[hash]
+        found = Manifest(folder, inner["step"], inner["world"], inner["files"], hash, inner["metrics"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: not a manifest ({type(error).__name__}: {error})") from error
     if not sound or step_name(found.step) != folder.name:
@@ -98,7 +117,7 @@ def read_manifest(folder: Path) -> Manifest:
     for name, file in found.files.items():
         if not _FILE.fullmatch(name):
             raise DamagedCheckpoint(f"{path}: names {name!r}, which is no file of a checkpoint")
-        size = _size(folder / name)
+        size = size_of(folder / name)
         if size != file["bytes"]:
             was = "missing" if size is None else f"{size} bytes long"
             raise DamagedCheckpoint(f"{folder / name}: {was}, where {file['bytes']} bytes were written")
@@ -111,7 +130,7 @@ def _checksum(document: Any) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _size(path: Path) -> int | None:
+def size_of(path: Path) -> int | None:
     """Length of a plain file; None for anything else. Symbolic links are not followed."""
     try:
         status = path.lstat()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from overlapkit.checkpoint.box import Box, is_dtensor, local_part
+from overlapkit.checkpoint.box import Box, first_replica, is_dtensor, local_part
 from overlapkit.checkpoint.codec import decode, encode, root, tensor_names
 from overlapkit.checkpoint.layout import (
     kind_of,
@@ -21,7 +21,9 @@ from overlapkit.checkpoint.layout import (
     plain_name,
     unwrap,
 )
-from overlapkit.checkpoint.reader import Catalog, Wanted
+from overlapkit.checkpoint.outline import reshards
+from overlapkit.checkpoint.reader import Catalog, Saved, Wanted
+from overlapkit.checkpoint.tree import TREE, adopt
 
 Values = dict[str, torch.Tensor]
 """Host memory that holds the tensors' values, this rank's part of each; valid during a restore only."""
@@ -63,6 +65,19 @@ def make_plan(state: dict[str, Any], catalog: Catalog, only: tuple[str, ...] | N
     return plan
 
 
+def writers_of(state: dict[str, Any]) -> set[int]:
+    """The ranks that wrote what this one reads, if its modules are laid out as they were."""
+    writers = {0}
+    for item in state.values():
+        if isinstance(item, nn.Module):
+            inner = unwrap(item)
+            tensors = [*inner.parameters(), *inner.buffers()]
+            layouts = {(t.device_mesh, t.placements): t for t in tensors if is_dtensor(t)}
+            found = map(first_replica, layouts.values())
+            writers |= {rank for rank in found if rank is not None}
+    return writers
+
+
 class _Matcher:
     """One walk over a state and a checkpoint."""
 
@@ -76,8 +91,15 @@ class _Matcher:
         self.names = parameter_names(state)
 
     def match(self, key: str) -> None:
-        value, entry = self.state[key], self.catalog.entries[key]
+        value = self.state[key]
+        entry = adopt(self.catalog, key, value, self.names)
         kind, known = kind_of(value), len(self.plan.problems)
+        if entry["kind"] == TREE:
+            self.plan.problems.append(
+                f"mismatch: {key!r} is a {kind}, and what torch.distributed.checkpoint saved of it has other "
+                "parameters, groups or structure"
+            )
+            return
         if entry["kind"] != kind:
             self.plan.problems.append(f"mismatch: {key!r} is a {kind}, in the checkpoint a {entry['kind']}")
             return
@@ -126,6 +148,8 @@ class _Matcher:
 
         def apply(values: Values) -> None:
             _copy_in_place(targets, values)
+            if not extras and all(map(_loads_plainly, inner_module.modules())):
+                return  # everything is there
             given = {name: decode(extra, lambda n: values[n].clone()) for name, extra in extras.items()}
             inner_module.load_state_dict({**actual, **given})
 
@@ -139,6 +163,7 @@ class _Matcher:
         owners = {root(name): (name, parameter) for name, parameter in parameters}
         likes: dict[str, torch.Tensor | None] = {}
         layouts: dict[str, torch.Tensor] = {}
+        held: dict[str, torch.Tensor] = {}
         for name in tensor_names(entry):
             _, part, owner, *rest = [*name.split("/", 3), "", ""]
             likes[name] = None
@@ -146,14 +171,20 @@ class _Matcher:
                 parameter_name, parameter = owners[owner]
                 now = current["state"].get(parameter_name, {}).get(rest[0])
                 likes[name] = self._shard_like(name, parameter, now)
+                if _holds(now, self.catalog.tensors[name], likes[name]):
+                    held[name] = now
                 if not is_dtensor(parameter):
                     layouts[name] = parameter
             self.want(name, likes[name])
         index = {name: i for i, (name, _) in enumerate(parameters)}
 
+        def moment(name: str, value: torch.Tensor) -> torch.Tensor:
+            return held[name] if name in held else _like(value, likes[name], layouts.get(name))
+
         def apply(values: Values) -> None:
+            _copy_in_place(held, values)
             given = decode(entry["rest"], lambda name: values[name].clone())
-            moments = decode(entry["state"], lambda name: _like(values[name], likes[name], layouts.get(name)))
+            moments = decode(entry["state"], lambda name: moment(name, values[name]))
             given["state"] = {index[name]: item for name, item in moments.items()}
             for group in given["param_groups"]:
                 group["params"] = [index[name] for name in group["params"]]
@@ -164,11 +195,12 @@ class _Matcher:
     def _compare_groups(self, key: str, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
         here = [name for group in ours for name in group["params"]]
         there = [name for group in theirs for name in group["params"]]
+        ours_too, theirs_too = set(here), set(there)
         self.plan.problems += [
-            f"missing: parameter {name!r} of {key!r}" for name in here if name not in set(there)
+            f"missing: parameter {name!r} of {key!r}" for name in here if name not in theirs_too
         ]
         self.plan.problems += [
-            f"unexpected: parameter {name!r} of {key!r}" for name in there if name not in set(here)
+            f"unexpected: parameter {name!r} of {key!r}" for name in there if name not in ours_too
         ]
         same = [group["params"] for group in ours] == [group["params"] for group in theirs]
         if not same and sorted(here) == sorted(there):
@@ -227,6 +259,15 @@ class _Matcher:
         return _like(value, like)
 
 
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether loading it does no more than to copy its parameters and buffers."""
+    before = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    hooks = [*(hook for hook in before if not reshards(hook)), *module._load_state_dict_post_hooks.values()]
+    loads = type(module)._load_from_state_dict
+    by_torch = loads is nn.Module._load_from_state_dict or isinstance(module, nn.modules.batchnorm._NormBase)
+    return by_torch and type(module).load_state_dict is nn.Module.load_state_dict and not hooks
+
+
 def _tensors_in(value: Any, path: str) -> dict[str, torch.Tensor]:
     """The tensors in a plain value, under the names that a save gives them."""
     found: dict[str, torch.Tensor] = {}
@@ -237,6 +278,15 @@ def _tensors_in(value: Any, path: str) -> dict[str, torch.Tensor]:
 
     encode(value, path, keep)
     return found
+
+
+def _holds(now: Any, saved: Saved, like: torch.Tensor | None) -> bool:
+    """Whether an optimizer state that is there can take a value as it is, laid out as `like`."""
+    if not isinstance(now, torch.Tensor) or (tuple(now.shape), now.dtype) != (saved.shape, saved.dtype):
+        return False
+    if not is_dtensor(now) or not is_dtensor(like):
+        return is_dtensor(now) == is_dtensor(like)
+    return (now.device_mesh, now.placements) == (like.device_mesh, like.placements)
 
 
 def _copy_in_place(targets: dict[str, torch.Tensor], values: Values) -> None:

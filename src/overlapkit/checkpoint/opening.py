@@ -22,15 +22,7 @@ def check_options(
     timeout: object,
 ) -> None:
     """Raise where an argument of Checkpointer is wrong, or not there yet."""
-    if not isinstance(directory, str | os.PathLike):
-        raise TypeError(f"directory={directory!r}: give a path, such as 'runs/a'")
-    path = os.fsdecode(directory)
-    if not path or "\0" in path:
-        raise ValueError(f"directory={path!r} is no path: give one, such as 'runs/a'")
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path):  # also what a Path makes of a URL: one slash of two
-        raise NotImplementedError(
-            f"directory={directory!r}: object stores are not there yet; give a local path"
-        )
+    check_path("directory", directory)
     if every == "auto":
         raise NotImplementedError("every='auto' is not there yet: give a number of steps")
     if best is not None:
@@ -56,6 +48,17 @@ def check_options(
         raise ValueError(f"stage={stage!r}: give 'late' or 'now'")
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
         raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0")
+
+
+def check_path(argument: str, path: object) -> None:
+    """Raise where an argument is no path of this machine."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{argument}={path!r}: give a path, such as 'runs/a'")
+    text = os.fsdecode(path)
+    if not text or "\0" in text:
+        raise ValueError(f"{argument}={text!r} is no path: give one, such as 'runs/a'")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):  # also what a Path makes of a URL: one slash of two
+        raise NotImplementedError(f"{argument}={path!r}: object stores are not there yet; give a local path")
 
 
 def check_step(step: object) -> int:

@@ -1,21 +1,32 @@
-"""Reading boxes out of a checkpoint: each rank reads the bytes it needs, and checks what it reads."""
+"""Reading boxes out of a checkpoint: each rank reads the bytes it needs, and checks what it reads.
+
+Every rank reads replicated tensors itself. A broadcast would want collectives on the device's own network,
+which the values do not cross: they are read into host memory. On one machine the page cache is that
+broadcast, at the speed of memory; beyond, ranks begin at different places, so that no two are in step.
+"""
 
 import math
 import os
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import DamagedCheckpoint
+from overlapkit.checkpoint.hashing import HASHES, WIDTH
 from overlapkit.checkpoint.layout import DTYPES
 from overlapkit.checkpoint.manifest import Manifest
+from overlapkit.checkpoint.turns import take_turns
+from overlapkit.lane import Lane
+
+_AT_ONCE = 16 << 20  # bytes that one read takes
+_BUFFERS = 512  # and the buffers that it fills; IOV_MAX is 1024
 
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -29,7 +40,8 @@ class Chunk:
     start: int
     nbytes: int
     block: int
-    sums: list[int]
+    hash: str
+    sums: list[Any]
 
 
 @dataclass(slots=True)
@@ -54,19 +66,32 @@ class Catalog:
             the checkpoint as read it, else rank 0's.
         rng: The generators' states of the rank with this number; None where there was no such rank.
         tensors: By name. Tensors that every rank has of its own are those of the same rank as `entries`.
+        whole: All parts were read: what is not here is not in the checkpoint.
+
+    Args:
+        manifest: The checkpoint's.
+        rank: Of the reader.
+        world: How many readers there are.
+        writers: Read only these ranks' parts, where that may do: where as many ranks read as wrote.
 
     Raises:
         DamagedCheckpoint: A part differs from what was written, or makes no sense.
     """
 
-    def __init__(self, manifest: Manifest, rank: int, world: int) -> None:
+    def __init__(
+        self, manifest: Manifest, rank: int, world: int, writers: Collection[int] | None = None
+    ) -> None:
         self.step = manifest.step
         self.world = manifest.world
         self.tensors: dict[str, Saved] = {}
         self.rng: Any = None
         mine = rank if world == manifest.world else 0
         aliases: dict[str, str] = {}
-        for number in range(manifest.world):
+        numbers: Collection[int] = range(manifest.world)
+        if writers is not None and world == manifest.world:
+            numbers = sorted({mine, *writers})
+        self.whole = len(numbers) == manifest.world
+        for number in numbers:
             part = manifest.part(number)
             path = manifest.folder / f"rank-{number:05d}.json"
             try:
@@ -82,7 +107,7 @@ class Catalog:
                     decode(self.rng, self.tensors.get)
             except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 raise DamagedCheckpoint(f"{path}: not a part ({type(error).__name__}: {error})") from error
-        for saved in self.tensors.values():
+        for saved in self.tensors.values() if self.whole else ():
             found, whole = sum(chunk.box.numel for chunk in saved.chunks), math.prod(saved.shape)
             if found != whole:
                 raise DamagedCheckpoint(
@@ -90,10 +115,20 @@ class Catalog:
                 )
         for name, first in aliases.items():
             if first not in self.tensors:
+                if not self.whole:
+                    continue
                 raise DamagedCheckpoint(
                     f"{manifest.folder}: {name!r} shares the data of {first!r}, which is missing"
                 )
             self.tensors[name] = self.tensors[first]
+
+    def covers(self, wanted: "Wanted") -> bool:
+        """Whether all that is wanted is in the parts that were read."""
+        for saved, box in wanted.values():
+            boxes = (chunk.box if chunk.box == box else box.meet(chunk.box) for chunk in saved.chunks)
+            if box.numel and sum(both.numel for both in boxes if both is not None) != box.numel:
+                return False
+        return True
 
     def _merge(self, saved: Saved, path: Path) -> None:
         known = self.tensors.setdefault(saved.name, saved)
@@ -108,38 +143,75 @@ class Catalog:
 
 def saved_tensors(part: dict[str, Any], manifest: Manifest, path: Path) -> Iterator[tuple[Saved, bool]]:
     """The tensors that one part lists, and whether each is the rank's own."""
+    data = path.with_suffix(".safetensors")
     for name, entry in part["tensors"].items():
         if "alias" not in entry:
             dtype, shape = _DTYPE_OF[entry["dtype"]], tuple(entry["shape"])
             saved = Saved(name, dtype, shape, entry["sharded"], entry["device"], [])
-            saved.chunks.append(_chunk(entry, saved, part, manifest, path))
+            saved.chunks.append(_chunk(entry, saved, part, manifest, data))
             yield saved, entry["own"]
 
 
 def _chunk(
-    entry: dict[str, Any], saved: Saved, part: dict[str, Any], manifest: Manifest, path: Path
+    entry: dict[str, Any], saved: Saved, part: dict[str, Any], manifest: Manifest, data: Path
 ) -> Chunk:
     """A chunk whose place and shape have been checked: a part's word alone opens and allocates nothing."""
-    file, block = part["file"], part["block"]
+    file, block, hash = part["file"], part["block"], manifest.hash
     box = Box(tuple(entry["offset"]), tuple(entry["local"]))
     nbytes = box.numel * saved.dtype.itemsize
     start = file["header"] + entry["at"]
-    name = path.with_suffix(".safetensors").name
+    sums = _sums(entry, file, -(-nbytes // block)) if block > 0 <= nbytes else []
     sound = (
-        file["name"] == name
+        file["name"] == data.name
         and len(box.offset) == len(box.shape) == len(saved.shape)
         and all(
             min(a, n) >= 0 and a + n <= whole
             for a, n, whole in zip(box.offset, box.shape, saved.shape, strict=True)
         )
         and file["header"] <= start
-        and start + nbytes <= manifest.files[name]["bytes"]
+        and start + nbytes <= manifest.files[data.name]["bytes"]
         and block > 0
-        and len(entry["crc32"]) == math.ceil(nbytes / block)
+        and block % 8 == 0  # what begins with a block is aligned, whatever its dtype
+        and len(sums) == -(-nbytes // block)
     )
     if not sound:
-        raise DamagedCheckpoint(f"{path}: the entry of {saved.name!r} contradicts itself")
-    return Chunk(manifest.folder / name, box, start, nbytes, block, entry["crc32"])
+        part_path = data.with_suffix(".json")
+        raise DamagedCheckpoint(f"{part_path}: the entry of {saved.name!r} contradicts itself")
+    return Chunk(data, box, start, nbytes, block, hash, sums)
+
+
+def _sums(entry: dict[str, Any], file: dict[str, Any], blocks: int) -> list[Any]:
+    """The checksums of an entry: those of version 1 stand in it, others in a row for the whole file."""
+    if "crc32" in entry:
+        return list(entry["crc32"])
+    first, row = entry["sum"], file["sums"]
+    if first < 0 or (first + blocks) * WIDTH > len(row):
+        return []
+    return [row[place * WIDTH : (place + 1) * WIDTH] for place in range(first, first + blocks)]
+
+
+class _Block(NamedTuple):
+    """One block on its way into memory: `into`, or memory of its own that `then` is called with."""
+
+    chunk: Chunk
+    name: str
+    at: int
+    nbytes: int
+    into: memoryview | None
+    then: Callable[[memoryview], None] | None = None
+
+    @property
+    def offset(self) -> int:
+        """Where it is in its file."""
+        return self.chunk.start + self.at
+
+    def check(self, view: memoryview) -> None:
+        chunk = self.chunk
+        if HASHES[chunk.hash](view) != chunk.sums[self.at // chunk.block]:
+            where = f"bytes {self.offset} to {self.offset + self.nbytes}"
+            raise DamagedCheckpoint(f"{chunk.path}: tensor {self.name!r}, {where}: the checksum differs")
+        if self.then is not None:
+            self.then(view)
 
 
 class Reader:
@@ -169,20 +241,31 @@ class Reader:
         Raises:
             DamagedCheckpoint: A checksum differs, or some of the box is in no file.
         """
-        found = 0
-        for chunk in saved.chunks:
-            if not target.numel():
-                continue
-            if chunk.box == box:
-                self._bytes(chunk, 0, chunk.nbytes, saved.name, target.view(-1).view(torch.uint8))
-                found += box.numel
-            elif (both := box.meet(chunk.box)) is not None:
+        for job in self.jobs([(target, box, saved)]):
+            job()
+
+    def jobs(self, targets: Iterable[tuple[torch.Tensor, Box, Saved]]) -> list[Callable[[], None]]:
+        """What fills many boxes, piece by piece, in the order of the files; see `fill`. Opens the files."""
+        blocks: list[_Block] = []
+        cuts: list[Callable[[], None]] = []
+        for target, box, saved in targets:
+            found = 0
+            for chunk in saved.chunks if target.numel() else []:
+                both = chunk.box if chunk.box == box else box.meet(chunk.box)
+                if both is None:
+                    continue
+                self._fd(chunk.path)
                 found += both.numel
-                target[both.inside(box)] = self._cut(chunk, both, saved)
-        if found != target.numel():
-            raise DamagedCheckpoint(
-                f"{saved.name!r}: {found} of {target.numel()} elements of this rank's part are in the files"
-            )
+                if both.shape[1:] == box.shape[1:] == chunk.box.shape[1:]:
+                    blocks += _rows(chunk, target, box, both, saved)
+                else:
+                    cuts += [
+                        partial(self._cut, chunk, target, box, slab, saved) for slab in _slabs(chunk, both)
+                    ]
+            if found != target.numel():
+                parts = f"{found} of {target.numel()} elements of this rank's part"
+                raise DamagedCheckpoint(f"{saved.name!r}: {parts} are in the files")
+        return [partial(self._read, batch) for batch in _batches(blocks)] + cuts
 
     def check(self, saved: Saved) -> None:
         """Read every byte of a tensor against its checksums.
@@ -191,8 +274,8 @@ class Reader:
             DamagedCheckpoint: One differs.
         """
         for chunk in saved.chunks:
-            for start in range(0, chunk.nbytes, chunk.block):
-                self._bytes(chunk, start, min(start + chunk.block, chunk.nbytes), saved.name)
+            for block in _blocks(chunk, 0, chunk.nbytes, saved.name):
+                self._read([block])
 
     def check_header(self, part: dict[str, Any], folder: Path) -> None:
         """Check a safetensors file's header, which only other readers need.
@@ -200,36 +283,31 @@ class Reader:
         Raises:
             DamagedCheckpoint: It differs from what was written.
         """
-        file = part["file"]
+        file, hash = part["file"], part.get("hash", "crc32")
         if file is not None:
             path = folder / file["name"]
             header = os.pread(self._fd(path), file["header"], 0)
-            if zlib.crc32(header) != file["crc32"]:
+            if HASHES[hash](header) != file[hash]:
                 raise DamagedCheckpoint(f"{path}: the checksum of its header differs from the part's")
 
-    def _cut(self, chunk: Chunk, box: Box, saved: Saved) -> torch.Tensor:
-        """A box that lies inside a chunk: its rows are read, whole blocks at a time."""
-        rows = box.inside(chunk.box)
-        row_bytes = chunk.nbytes // chunk.box.shape[0]
-        first, last = rows[0].start * row_bytes, rows[0].stop * row_bytes
-        start = first // chunk.block * chunk.block
-        data = self._bytes(chunk, start, min(-(-last // chunk.block) * chunk.block, chunk.nbytes), saved.name)
-        cut = data[first - start : last - start].view(saved.dtype)
-        return cut.view(-1, *chunk.box.shape[1:])[(slice(None), *rows[1:])]
+    def _read(self, blocks: Sequence[_Block]) -> None:
+        """Read blocks that lie one after the other, and check them."""
+        views = [memoryview(bytearray(b.nbytes)) if b.into is None else b.into for b in blocks]
+        path = blocks[0].chunk.path
+        _read_all(self._fd(path), views, blocks[0].offset, path)
+        for block, view in zip(blocks, views, strict=True):
+            block.check(view)
 
-    def _bytes(
-        self, chunk: Chunk, start: int, stop: int, name: str, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Whole blocks of a chunk, `start` to `stop`, checked."""
-        memory = torch.empty(stop - start, dtype=torch.uint8, device="cpu") if into is None else into
-        view = memoryview(memory.numpy().data)
-        for at in range(start, stop, chunk.block):
-            piece = view[at - start : min(at + chunk.block, stop) - start]
-            _read_all(self._fd(chunk.path), piece, chunk.start + at, chunk.path)
-            if zlib.crc32(piece) != chunk.sums[at // chunk.block]:
-                where = f"bytes {chunk.start + at} to {chunk.start + at + piece.nbytes}"
-                raise DamagedCheckpoint(f"{chunk.path}: tensor {name!r}, {where}: the checksum differs")
-        return memory
+    def _cut(self, chunk: Chunk, target: torch.Tensor, box: Box, both: Box, saved: Saved) -> None:
+        """Read some columns: their rows are read whole, into memory of their own."""
+        first, length = _stretch(chunk.box, both, saved)
+        blocks = list(_blocks(chunk, first, first + length, saved.name))
+        memory = torch.empty(sum(block.nbytes for block in blocks), dtype=torch.uint8, device="cpu")
+        view, start = _bytes_of(memory), blocks[0].at
+        self._read([b._replace(into=view[b.at - start : b.at - start + b.nbytes]) for b in blocks])
+        rows = memory[first - start : first - start + length].view(saved.dtype)
+        columns = both.inside(chunk.box)[1:]
+        target[both.inside(box)] = rows.view(both.shape[0], *chunk.box.shape[1:])[(slice(None), *columns)]
 
     def _fd(self, path: Path) -> int:
         if path not in self._open:
@@ -240,13 +318,84 @@ class Reader:
         return self._open[path]
 
 
-def _read_all(fd: int, view: memoryview, offset: int, path: Path) -> None:
-    done = 0
-    while done < view.nbytes:
-        got = os.preadv(fd, [view[done:]], offset + done)
+def _rows(chunk: Chunk, target: torch.Tensor, box: Box, both: Box, saved: Saved) -> Iterator[_Block]:
+    """Whole rows, which are one stretch of the chunk and one of the target: blocks go right there."""
+    memory = _bytes_of(target)
+    if chunk.box == box:
+        for at in range(0, chunk.nbytes, chunk.block):
+            nbytes = min(chunk.block, chunk.nbytes - at)
+            yield _Block(chunk, saved.name, at, nbytes, memory[at : at + nbytes])
+        return
+    first, length = _stretch(chunk.box, both, saved)
+    shift = _stretch(box, both, saved)[0] - first  # from a place in the chunk to that in the target
+    for block in _blocks(chunk, first, first + length, saved.name):
+        a, b = max(first, block.at), min(first + length, block.at + block.nbytes)
+        there = memory[a + shift : b + shift]
+        if b - a == block.nbytes:
+            yield block._replace(into=there)
+        else:  # the others' rows are in it, too
+
+            def copy(view: memoryview, there: memoryview = there, skip: int = a - block.at) -> None:
+                there[:] = view[skip : skip + there.nbytes]
+
+            yield block._replace(then=copy)
+
+
+def _slabs(chunk: Chunk, both: Box) -> Iterator[Box]:
+    """A box in parts of a few rows, so that the memory which these are read into stays small."""
+    rows = max(1, _AT_ONCE * chunk.box.shape[0] // chunk.nbytes)
+    for start in range(0, both.shape[0], rows):
+        offset = (both.offset[0] + start, *both.offset[1:])
+        yield Box(offset, (min(rows, both.shape[0] - start), *both.shape[1:]))
+
+
+def _batches(blocks: list[_Block]) -> list[list[_Block]]:
+    """Blocks that lie one after the other in a file, as far as one read takes them."""
+    batches: list[list[_Block]] = []
+    nbytes = 0
+    end = "", 0
+    for block in sorted(blocks, key=lambda block: (str(block.chunk.path), block.offset)):
+        place = str(block.chunk.path), block.offset
+        if place == end and nbytes + block.nbytes <= _AT_ONCE and len(batches[-1]) < _BUFFERS:
+            batches[-1].append(block)
+            nbytes += block.nbytes
+        else:
+            batches.append([block])
+            nbytes = block.nbytes
+        end = place[0], block.offset + block.nbytes
+    return batches
+
+
+def _stretch(outer: Box, inner: Box, saved: Saved) -> tuple[int, int]:
+    """The bytes, from and how many, of the rows of `inner` in the rows of `outer`."""
+    if not outer.shape:
+        return 0, saved.dtype.itemsize
+    row = math.prod(outer.shape[1:]) * saved.dtype.itemsize
+    return (inner.offset[0] - outer.offset[0]) * row, inner.shape[0] * row
+
+
+def _blocks(chunk: Chunk, start: int, stop: int, name: str) -> Iterator[_Block]:
+    """The blocks that hold these bytes of a chunk."""
+    for at in range(start // chunk.block * chunk.block, stop, chunk.block):
+        yield _Block(chunk, name, at, min(chunk.block, chunk.nbytes - at), None)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+
+
+def _read_all(fd: int, views: list[memoryview], offset: int, path: Path) -> None:
+    left = views
+    while left:
+        got = os.preadv(fd, left, offset)
         if got == 0:
-            raise DamagedCheckpoint(f"{path}: ends at byte {offset + done}, before its tensors do")
-        done += got
+            raise DamagedCheckpoint(f"{path}: ends at byte {offset}, before its tensors do")
+        offset += got
+        while left and got >= left[0].nbytes:
+            got -= left[0].nbytes
+            left = left[1:]
+        if got:
+            left = [left[0][got:], *left[1:]]
 
 
 Wanted = dict[str, tuple[Saved, Box]]
@@ -258,12 +407,16 @@ def room(wanted: Wanted) -> int:
     return sum(_room(saved, box) for saved, box in wanted.values())
 
 
-def read_boxes(wanted: Wanted, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+def read_boxes(
+    wanted: Wanted, memory: torch.Tensor, helper: Lane, turn: float = 0.0
+) -> dict[str, torch.Tensor]:
     """Read and check everything that is wanted.
 
     Args:
         wanted: What to read.
         memory: Host memory for it, uint8 (room(wanted),).
+        helper: A thread that takes half of the reading.
+        turn: Where to begin, from 0 to 1: other ranks begin elsewhere.
 
     Returns:
         Name -> view of `memory` of the box's shape.
@@ -273,28 +426,16 @@ def read_boxes(wanted: Wanted, memory: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     values: dict[str, torch.Tensor] = {}
     at = 0
+    for name, (saved, box) in wanted.items():
+        flat = memory[at : at + box.numel * saved.dtype.itemsize].view(saved.dtype)
+        values[name] = flat.view(box.shape)
+        at += _room(saved, box)
     with Reader() as reader:
-        for name, (saved, box) in wanted.items():
-            flat = memory[at : at + box.numel * saved.dtype.itemsize].view(saved.dtype)
-            values[name] = flat.view(box.shape)
-            reader.fill(values[name], box, saved)
-            at += _room(saved, box)
+        jobs = reader.jobs((values[name], box, saved) for name, (saved, box) in wanted.items())
+        first = int(turn * len(jobs))
+        take_turns(jobs[first:] + jobs[:first], helper)
     return values
 
 
 def _room(saved: Saved, box: Box) -> int:
     return -(-box.numel * saved.dtype.itemsize // 64) * 64
-
-
-def verify(manifest: Manifest) -> None:
-    """Read a whole checkpoint against its checksums.
-
-    Raises:
-        DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
-    """
-    for rank in range(manifest.world):
-        part = manifest.part(rank)
-        with Reader() as reader:
-            reader.check_header(part, manifest.folder)
-            for saved, _ in saved_tensors(part, manifest, manifest.folder / f"rank-{rank:05d}.json"):
-                reader.check(saved)

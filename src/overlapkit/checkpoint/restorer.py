@@ -8,10 +8,11 @@ from typing import Any, Literal
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
-from overlapkit.checkpoint.match import Plan, Values, make_plan
+from overlapkit.checkpoint.match import Plan, Values, make_plan, writers_of
 from overlapkit.checkpoint.opening import check_step
 from overlapkit.checkpoint.reader import Catalog, read_boxes, room
 from overlapkit.checkpoint.stage import Stager
+from overlapkit.lane import Lane
 from overlapkit.pinned import PinnedBuffer
 from overlapkit.quorum import Quorum, Report
 
@@ -24,10 +25,11 @@ class Restorer:
         * A state is changed only after everything that it takes has been read and checked, on all ranks.
     """
 
-    def __init__(self, root: Path, quorum: Quorum, stager: Stager) -> None:
+    def __init__(self, root: Path, quorum: Quorum, stager: Stager, helper: Lane) -> None:
         self._root = root
         self._quorum = quorum
         self._stager = stager
+        self._helper = helper
         self._calls = itertools.count()
 
     def restore(
@@ -96,8 +98,12 @@ class Restorer:
         loans: list[PinnedBuffer],
     ) -> tuple[Plan, Values, Catalog]:
         manifest = read_manifest(self._root / step_name(step))
-        catalog = Catalog(manifest, self._quorum.rank, self._quorum.world)
+        rank, world = self._quorum.rank, self._quorum.world
+        catalog = Catalog(manifest, rank, world, writers_of(state))
         plan = make_plan(state, catalog, only)
+        if not catalog.whole and (plan.problems or not catalog.covers(plan.wanted)):
+            catalog = Catalog(manifest, rank, world)  # the state is laid out in another way than it was
+            plan = make_plan(state, catalog, only)
         if plan.problems and strict:
             problems = "".join(f"\n    {problem}" for problem in plan.problems)
             raise MismatchError(
@@ -106,7 +112,8 @@ class Restorer:
             )
         nbytes = room(plan.wanted)
         loans.append(self._stager.borrow(nbytes))
-        return plan, read_boxes(plan.wanted, loans[0].bytes(nbytes)), catalog
+        values = read_boxes(plan.wanted, loans[0].bytes(nbytes), self._helper, rank / world)
+        return plan, values, catalog
 
 
 def _apply(plan: Plan, values: Values, catalog: Catalog, *, rng_too: bool) -> None:

@@ -10,19 +10,24 @@ import torch
 from overlapkit.checkpoint.codec import decode, encode
 
 
-def capture() -> Any:
-    """The states of torch's generators (CPU, current CUDA device), numpy's and random's, as typed JSON."""
-    states: dict[str, Any] = {
-        "torch": _text(torch.get_rng_state()),
-        "cuda": _text(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+def capture() -> dict[str, Any]:
+    """The states of torch's generators (CPU, current CUDA device), numpy's and random's, in copies."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "numpy": np.random.get_state(),
         "random": random.getstate(),
     }
-    return encode(states, "rng", _no_tensor)
+
+
+def typed(captured: dict[str, Any]) -> Any:
+    """What `capture` gave, as typed JSON."""
+    texts = {key: None if captured[key] is None else _text(captured[key]) for key in ("torch", "cuda")}
+    return encode({**captured, **texts}, "rng", _no_tensor)
 
 
 def put_back(captured: Any) -> None:
-    """Set the generators to captured states. The CUDA one only where there is a device."""
+    """Set the generators to what `typed` gave. The CUDA one only where there is a device."""
     states = decode(captured, _no_tensor)
     torch.set_rng_state(_tensor(states["torch"]))
     if states["cuda"] is not None and torch.cuda.is_available():

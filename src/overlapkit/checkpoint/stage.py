@@ -1,10 +1,9 @@
 """Staging: the state's tensors on their way into host memory, beside the next forward and backward."""
 
-import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,21 +11,13 @@ import torch
 from torch.optim import Optimizer
 
 from overlapkit.checkpoint.errors import CheckpointError
-from overlapkit.checkpoint.layout import DTYPES, Inventory, Piece
+from overlapkit.checkpoint.fileplan import FilePlan, Views
+from overlapkit.checkpoint.planner import Share
 from overlapkit.lane import Lane, Ticket
 from overlapkit.pinned import PinnedBuffer, PinnedRing
 from overlapkit.span import SpanLog
 
 LANE = "checkpoint"
-_RANK_OF = {dtype: place for place, dtype in enumerate(DTYPES)}
-
-Row = tuple[Piece, torch.Tensor]
-"""A piece and its bytes in host memory, uint8 (n,)."""
-
-
-def file_order(piece: Piece) -> int:
-    """Sort key of the pieces in a file and in a buffer: wide dtypes first keeps every tensor aligned."""
-    return _RANK_OF[piece.data.dtype]
 
 
 class Staging:
@@ -37,14 +28,23 @@ class Staging:
         stall_s: Seconds for which the optimizer's step was held up.
     """
 
-    def __init__(self, late: Sequence[Piece]) -> None:
+    def __init__(self, share: Share) -> None:
         self.ticket: Ticket[None]
         self.stall_s = 0.0
-        self._late = late
-        self._versions = [piece.version for piece in late]
+        self._share: Share | None = share
+        self._at_save = share.late.at_save.read()
+        self._at_copy: list[int] | None = None
         self._changed: list[str] | None = None
         self._lock = threading.Lock()
-        self._halves: list[_Half] = []
+        self._buffer: PinnedBuffer | None = None
+
+    def begin(self) -> list[torch.Tensor]:
+        """The live memory of what is copied late, from now on."""
+        assert self._share is not None
+        late = self._share.late
+        late.follow()
+        self._at_copy = late.at_copy.read()
+        return late.data
 
     def seal(self) -> None:
         """Look, once, whether something has changed what is copied late since `save()`.
@@ -52,12 +52,14 @@ class Staging:
         Called before the optimizer may change it, hence before any step that is ordered after the copy.
         """
         with self._lock:
-            if self._changed is None:
-                pairs = zip(self._late, self._versions, strict=True)
-                self._changed = [piece.name for piece, version in pairs if piece.version != version]
+            if self._changed is None and self._share is not None:
+                late = self._share.late
+                self._changed = late.at_save.moved(self._at_save)
+                if self._at_copy is not None:
+                    self._changed += late.at_copy.moved(self._at_copy)
 
-    def rows(self) -> list[Row]:
-        """All pieces with their bytes, in file order, once everything is in host memory.
+    def memory(self) -> torch.Tensor:
+        """All tensors as they lie in the file, uint8 (nbytes,), once everything is in host memory.
 
         Raises:
             CheckpointError: A tensor was changed outside of `optimizer.step()` while it was copied.
@@ -70,17 +72,25 @@ class Staging:
                 f"changed outside of optimizer.step() while they were being copied: {names}: wait for "
                 "save(...).staged before changing parameters by hand, or use Checkpointer(stage='now')"
             )
-        rows = [row for half in self._halves for row in half.rows]
-        return sorted(rows, key=lambda row: file_order(row[0]))
+        assert self._share is not None
+        assert self._buffer is not None
+        return self._buffer.bytes(self._share.plan.nbytes)
+
+    def take(self, ring: PinnedRing) -> Views:
+        """Borrow a buffer, once; return where in it the late tensors go, and the others."""
+        assert self._share is not None
+        plan = self._share.plan
+        if self._buffer is None:
+            self._buffer = ring.take(max(1, plan.nbytes))  # nothing but empty tensors
+        return plan.views(self._buffer.bytes(plan.nbytes))
 
     def release(self) -> None:
-        """Give the buffers back and let go of the state's tensors."""
-        for half in self._halves:
-            half.release()
-        self._halves = []
+        """Give the buffer back and let go of the state's tensors."""
+        if self._buffer is not None:
+            self._buffer.give_back()
+        self._buffer = None
         with self._lock:  # sealing is over, whoever comes late
-            self._changed = self._changed or []
-            self._late = []
+            self._share = None
 
 
 class _Staged(Ticket[None]):
@@ -108,52 +118,16 @@ class _Staged(Ticket[None]):
         return done
 
 
-class _Half:
-    """The pieces that go into one buffer, and that buffer."""
-
-    def __init__(self, pieces: Sequence[Piece], ring: PinnedRing) -> None:
-        self.pieces = sorted(pieces, key=file_order)
-        self.nbytes = sum(piece.nbytes for piece in pieces)
-        self.rows: list[Row] = []
-        self._ring = ring
-        self._buffer: PinnedBuffer | None = None
-
-    def copy(self, beside: torch.device) -> None:
-        """Copy the pieces into the buffer; from `beside`, a CUDA device, without blocking the host."""
-        if not self.pieces:
-            return
-        self._buffer = self._ring.take(max(1, self.nbytes))  # nothing but empty tensors
-        memory = self._buffer.bytes(self.nbytes)
-        sizes = [piece.nbytes for piece in self.pieces]
-        self.rows = list(zip(self.pieces, torch.split(memory, sizes), strict=True))
-        sides: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {True: ([], []), False: ([], [])}
-        for target, piece in zip(_typed(memory, self.pieces), self.pieces, strict=True):
-            if piece.data.numel():
-                targets, sources = sides[piece.data.device == beside]
-                targets.append(target)
-                sources.append(piece.data)
-        for queued, (targets, sources) in sides.items():
-            if targets:  # one call, in which the interpreter's lock is free
-                torch._foreach_copy_(targets, sources, non_blocking=queued and beside.type == "cuda")
-
-    def release(self) -> None:
-        if self._buffer is not None:
-            self._buffer.give_back()
-        self._buffer, self.rows, self.pieces = None, [], []
-
-
-def _typed(memory: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Views of the buffer with the pieces' dtypes and shapes, one after the other."""
-    views: list[torch.Tensor] = []
-    at = 0
-    for _, pieces_of_dtype in itertools.groupby(pieces, key=file_order):
-        group = list(pieces_of_dtype)
-        nbytes = sum(piece.nbytes for piece in group)
-        flat = memory[at : at + nbytes].view(group[0].data.dtype)
-        parts = torch.split(flat, [piece.data.numel() for piece in group])
-        views += [part.view(piece.data.shape) for part, piece in zip(parts, group, strict=True)]
-        at += nbytes
-    return views
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], queued: list[bool]) -> None:
+    """Copy tensors; those on the lane's CUDA device are `queued`: the host does not wait for them."""
+    for waits in (False, True):
+        places = [place for place, other in enumerate(queued) if other is not waits]
+        if len(places) == len(sources):
+            both = targets, sources
+        else:
+            both = [targets[place] for place in places], [sources[place] for place in places]
+        if places:  # one call, in which the interpreter's lock is free
+            torch._foreach_copy_(*both, non_blocking=not waits)
 
 
 class Stager:
@@ -163,7 +137,7 @@ class Stager:
         * What is not late is copied (CUDA: queued on the caller's stream) before `stage` returns.
         * What is late is copied before a hooked optimizer's next step begins.
         * A buffer is filled again only after its save has released it.
-        * Memory held: (late bytes + other bytes) x in_flight.
+        * Memory held: the state's bytes x in_flight.
 
     Args:
         in_flight: How many stagings there can be at once.
@@ -175,25 +149,34 @@ class Stager:
         self._log = log
         self._device: torch.device | None = None
         self._lane: Lane | None = None
-        self._rings: tuple[PinnedRing, PinnedRing] | None = None
+        self._ring: PinnedRing | None = None
+        self._warming: Ticket[None] | None = None
         self._active: list[Staging] = []
         self._hooks: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
-    def stage(self, inventory: Inventory) -> Staging:
+    def stage(self, share: Share) -> Staging:
         """Copy a state. Errors of what is copied at once are raised here, others by the ticket."""
-        pieces = [piece for piece in inventory.pieces if piece.alias is None]
-        lane, (late_ring, now_ring), device = self._ready(pieces)
-        late = _Half([piece for piece in pieces if piece.late], late_ring)
-        now = _Half([piece for piece in pieces if not piece.late], now_ring)
-        staging = Staging(late.pieces)
-        staging._halves = [late, now]
+        lane, ring = self._ready(share.device)
+        staging = Staging(share)
+        beside = bool(share.late.data)
+        aside: list[torch.Tensor] = []
         try:
-            staging.ticket = self._copy_now(lane, now, device)
-            if late.pieces:
-                for optimizer in inventory.optimizers:
+            if lane.kind == "thread" and beside:
+                if ring.is_warm(share.plan.nbytes):
+                    _copy_now(staging, share, ring, on_cuda=False)
+                else:  # new memory is made on the lane
+                    aside = [tensor.clone() for tensor in share.now]
+            else:  # on a CUDA lane, and the caller's stream after it: the host never waits
+                at_once = lane if lane.kind == "cuda" else Lane(LANE, kind="inline")
+                on_cuda = lane.kind == "cuda"
+                staging.ticket = at_once.submit(lambda: _copy_now(staging, share, ring, on_cuda=on_cuda))
+                staging.ticket.order()
+            if beside:
+                for optimizer in share.optimizers:
                     self._hook(optimizer)
-                copy = _late_copy(late, staging, lane, device)
-                staging.ticket = _Staged(lane.submit(copy, name="stage", bytes=late.nbytes), staging)
+                copy = _late_copy(staging, share, lane, ring, aside)
+                ticket = lane.submit(copy, name="stage", bytes=share.late.nbytes)
+                staging.ticket = _Staged(ticket, staging)
                 self._active.append(staging)
         except BaseException:
             staging.release()
@@ -206,31 +189,32 @@ class Stager:
             self._active.remove(staging)
         staging.release()
 
-    def prewarm(self, inventory: Inventory) -> None:
-        """Hold the memory that a save of this state takes: fresh pages cost twenty times the copy."""
-        pieces = [piece for piece in inventory.pieces if piece.alias is None]
-        rings = self._ready(pieces)[1]
-        for ring, late in zip(rings, (True, False), strict=True):
-            nbytes = sum(piece.nbytes for piece in pieces if piece.late == late)
-            if ring.nbytes > 2 * nbytes * self._in_flight:
-                ring.close()  # a restore needed far more than saves will
-            if nbytes:
-                for buffer in [ring.take(nbytes) for _ in range(self._in_flight)]:
-                    buffer.give_back()
+    def prewarm(self, share: Share, *, beside: bool = False) -> None:
+        """Hold the memory that saves of this state take: fresh pages cost twenty times the copy.
+
+        Args:
+            share: What such a save writes.
+            beside: Do it on the lane, where that is a thread; a save that comes meanwhile waits for it.
+        """
+        lane, ring = self._ready(share.device)
+        if beside and lane.kind == "thread":
+            self._warming = lane.submit(lambda: _warm(ring, share.plan, self._in_flight), name="prewarm")
+            self._warming.seen = True  # memory that cannot be had is the next save's error
+        else:
+            _warm(ring, share.plan, self._in_flight)
 
     def borrow(self, nbytes: int) -> PinnedBuffer:
         """A staging buffer to read a checkpoint into; no save may be in flight."""
-        return self._ready_on(self._device or torch.device("cpu"))[1][0].take(max(1, nbytes))
+        return self._ready(self._device or torch.device("cpu"))[1].take(max(1, nbytes))
 
     def close(self) -> None:
         """Take the hooks out, end the lane, free the memory."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        if self._lane is not None and self._rings is not None:
+        if self._lane is not None and self._ring is not None:
             self._lane.close()
-            for ring in self._rings:
-                ring.close()
+            self._ring.close()
 
     def before_step(self) -> None:
         """Order what the caller does next after all copies. The optimizers' pre-hook."""
@@ -255,39 +239,49 @@ class Stager:
         with waiting:
             staging.ticket.fence()  # a failed copy fails the save, never the step
 
-    def _copy_now(self, lane: Lane, half: _Half, device: torch.device) -> Ticket[None]:
-        if device.type == "cuda":  # on the lane, and the caller's stream after it: the host never waits
-            ticket = lane.submit(lambda: half.copy(device))
-        else:
-            ticket = Lane(LANE, kind="inline").submit(lambda: half.copy(device))
-        ticket.order()
-        return ticket
-
     def _hook(self, optimizer: Optimizer) -> None:
         if optimizer not in self._hooks:
             self._hooks[optimizer] = optimizer.register_step_pre_hook(_pre_hook(weakref.ref(self)))
 
-    def _ready(self, pieces: Sequence[Piece]) -> tuple[Lane, tuple[PinnedRing, PinnedRing], torch.device]:
-        devices = (piece.data.device for piece in pieces)
-        return self._ready_on(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))
-
-    def _ready_on(self, device: torch.device) -> tuple[Lane, tuple[PinnedRing, PinnedRing], torch.device]:
-        if self._lane is None or self._rings is None or device != self._device:
+    def _ready(self, device: torch.device) -> tuple[Lane, PinnedRing]:
+        if self._warming is not None:
+            self._warming.settle()
+            self._warming = None
+        if self._lane is None or self._ring is None or device != self._device:
             if self._lane is not None:
                 self._lane.close()
-            pin = device.type == "cuda"
             self._device = device
             self._lane = Lane(LANE, device, log=self._log)
-            self._rings = (PinnedRing(self._in_flight, pin=pin), PinnedRing(self._in_flight, pin=pin))
-        return self._lane, self._rings, device
+            self._ring = PinnedRing(self._in_flight, pin=device.type == "cuda")
+        return self._lane, self._ring
 
 
-def _late_copy(late: _Half, staging: Staging, lane: Lane, device: torch.device) -> Callable[[], None]:
+def _warm(ring: PinnedRing, plan: FilePlan, buffers: int) -> None:
+    if ring.nbytes > 2 * plan.nbytes * buffers:
+        ring.close()  # a restore needed far more than saves will
+    for _ in range(buffers if plan.nbytes else 0):
+        buffer = ring.take(plan.nbytes)  # the one that was given back first: each in turn
+        plan.views(buffer.bytes(plan.nbytes))
+        buffer.give_back()
+
+
+def _copy_now(staging: Staging, share: Share, ring: PinnedRing, *, on_cuda: bool) -> None:
+    """Copy all but the late tensors; take the buffer for both."""
+    queued = [on_cuda and tensor.device == share.device for tensor in share.now]
+    _copy(staging.take(ring)[1], share.now, queued)
+
+
+def _late_copy(
+    staging: Staging, share: Share, lane: Lane, ring: PinnedRing, aside: list[torch.Tensor]
+) -> Callable[[], None]:
     """The lane's work. On a CUDA lane it only queues copies, and looking for changes must wait."""
     queued = lane.kind == "cuda"
 
     def copy() -> None:
-        late.copy(device)
+        late_views, now_views = staging.take(ring)
+        _copy(late_views, staging.begin(), share.late.queued)
+        if aside:
+            _copy(now_views, aside, [False] * len(aside))
         if not queued:
             staging.seal()
 

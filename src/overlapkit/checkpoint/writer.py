@@ -1,58 +1,77 @@
 """Writing one rank's share: a safetensors file and a JSON part that says what is in it.
 
-The data is never copied again: the header is written, then the staging buffers themselves.
+The data is never copied again: the staging buffer is the file's content behind the header. It is written
+past the page cache, where the file system can do that: on the machine this was measured on (2 cores, one
+virtual disk) 1 GiB took 0.35 s and 0.02 s of CPU time, and through the cache 0.65 s and 0.3 s, which the
+training step would miss. Two threads take turns at it: one hashes while the other waits for the disk.
 """
 
-import json
+import errno
 import os
-import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from overlapkit.checkpoint.codec import dump
 from overlapkit.checkpoint.disk import Disk, write_file
-from overlapkit.checkpoint.layout import DTYPES, Inventory
-from overlapkit.checkpoint.stage import Row
+from overlapkit.checkpoint.fileplan import BLOCK, PAGE, FilePlan
+from overlapkit.checkpoint.hashing import ALGORITHM, checksum
+from overlapkit.checkpoint.turns import take_turns
+from overlapkit.lane import Lane
 
 FORMAT = "overlapkit-checkpoint"
-VERSION = 1
-BLOCK = 4 << 20
-"""Bytes under one checksum: a rank that reads a part of a tensor checks what it reads."""
-_PAGE = 4096  # where the data begins, so that direct I/O can read it
-_GROUP = 4 * BLOCK  # handed to one write
+VERSION = 2
+"""1 had crc32 checksums, in each tensor's entry."""
+
+
+Bytes = Callable[[int, int], memoryview]
+"""The bytes of a file's data, from and to."""
+
+
+def held(memory: torch.Tensor) -> Bytes:
+    """The bytes of a staging buffer, uint8 (n,)."""
+    view = memoryview(memory.numpy().data)
+    return lambda start, stop: view[start:stop]
 
 
 def write_share(
-    disk: Disk, folder: Path, inventory: Inventory, rows: list[Row], about: dict[str, Any]
-) -> dict[str, dict[str, int]]:
+    disk: Disk,
+    folder: Path,
+    plan: FilePlan,
+    entries: dict[str, Any],
+    data: Bytes,
+    about: dict[str, Any],
+    helper: Lane,
+) -> dict[str, dict[str, Any]]:
     """Write this rank's files and wait until they are on disk.
 
     Args:
         disk: The file system.
         folder: The checkpoint under its temporary name.
-        inventory: The state.
-        rows: The tensors in host memory, in file order.
+        plan: Where the tensors go.
+        entries: For each key of the state its kind and its typed JSON.
+        data: The tensors' bytes as they lie in the file, in memory that begins at a page; called by this
+            thread and by the helper's. What it returns is done with at the same thread's next call.
         about: step, rank, world and rng, for the part.
+        helper: A thread that takes half of the writing.
 
     Returns:
-        name -> {"bytes": size, "crc32": checksum, for the part only}.
+        name -> {"bytes": size, ALGORITHM: checksum, for the part only}.
     """
     stem = _stem(about["rank"])
     disk.make_folder(folder)
-    files: dict[str, dict[str, int]] = {}
-    tensors: dict[str, Any] = {}
-    if rows:
-        files[f"{stem}.safetensors"] = _write_tensors(disk, folder / f"{stem}.safetensors", rows, tensors)
-    for piece in inventory.pieces:
-        if piece.alias is not None:
-            tensors[piece.name] = {"alias": piece.alias}
-    part = {"format": FORMAT, "version": VERSION, "block": BLOCK, **about, "file": None}
-    part |= {"state": inventory.entries, "tensors": tensors}
-    if rows:
-        part["file"] = {"name": f"{stem}.safetensors", **files[f"{stem}.safetensors"]}
-        del files[f"{stem}.safetensors"]["crc32"]  # of the header: the part keeps it
-    data = json.dumps(part, allow_nan=False).encode()
-    write_file(disk, folder / f"{stem}.json", data)
-    files[f"{stem}.json"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    files: dict[str, dict[str, Any]] = {}
+    part = {"format": FORMAT, "version": VERSION, "hash": ALGORITHM, "block": BLOCK, **about, "file": None}
+    if plan.tensors:
+        name = f"{stem}.safetensors"
+        part["file"] = {"name": name, **_write_tensors(disk, folder / name, plan, data, helper)}
+        files[name] = {"bytes": part["file"]["bytes"]}
+    text = dump(part | {"state": entries, "tensors": plan.table}).encode()
+    write_file(disk, folder / f"{stem}.json", text)
+    files[f"{stem}.json"] = {"bytes": len(text), ALGORITHM: checksum(text)}
     disk.sync_folder(folder)
     return files
 
@@ -66,54 +85,63 @@ def _stem(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def _write_tensors(disk: Disk, path: Path, rows: list[Row], tensors: dict[str, Any]) -> dict[str, int]:
-    """Write the safetensors file; fill in the part's table of tensors."""
-    header = _header(rows)
-    fd = disk.create(path)
-    try:
-        disk.write(fd, [memoryview(header)])
-        at, group, grouped = 0, list[memoryview](), 0
-        for piece, data in rows:
-            view, sums = memoryview(data.numpy().data), list[int]()
-            for start in range(0, view.nbytes, BLOCK):
-                block = view[start : start + BLOCK]
-                sums.append(zlib.crc32(block))
-                group.append(block)
-                grouped += block.nbytes
-                if grouped >= _GROUP:
-                    disk.write(fd, group)
-                    group, grouped = [], 0
-            tensors[piece.name] = {
-                "dtype": DTYPES[piece.data.dtype],
-                "shape": list(piece.shape),
-                "offset": list(piece.box.offset),
-                "local": list(piece.box.shape),
-                "own": piece.own,
-                "sharded": piece.sharded,
-                "device": piece.data.device.type,
-                "at": at,
-                "crc32": sums,
-            }
-            at += view.nbytes
-        disk.write(fd, group)
-        disk.sync(fd)
-    finally:
-        os.close(fd)
-    return {"bytes": len(header) + at, "header": len(header), "crc32": zlib.crc32(header)}
+def _write_tensors(disk: Disk, path: Path, plan: FilePlan, data: Bytes, helper: Lane) -> dict[str, Any]:
+    """Write the safetensors file; return what the part says of it."""
+    sums: list[Any] = [None] * len(plan.blocks)
+    with _File(disk, path) as file:
+        file.write_cached(memoryview(plan.header), 0)
+
+        def write(start: int, stop: int, first: int, last: int) -> None:
+            blocks = plan.blocks[first:last]
+            view = data(start, max([stop, *(end for _, end in blocks)]))
+            sums[first:last] = [checksum(view[a - start : b - start]) for a, b in blocks]
+            file.write(view[: stop - start], len(plan.header) + start)
+
+        take_turns([partial(write, *group) for group in plan.groups], helper)
+        file.sync()
+    size = len(plan.header) + plan.nbytes
+    return {
+        "bytes": size,
+        "header": len(plan.header),
+        ALGORITHM: checksum(plan.header),
+        "sums": "".join(sums),
+    }
 
 
-def _header(rows: list[Row]) -> bytes:
-    """A safetensors header, filled up with spaces to a whole number of pages."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for piece, data in rows:
-        ends = [at, at + data.numel()]
-        table[piece.name] = {
-            "dtype": DTYPES[piece.data.dtype],
-            "shape": list(piece.box.shape),
-            "data_offsets": ends,
-        }
-        at = ends[1]
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _PAGE)
-    return len(text).to_bytes(8, "little") + text
+class _File:
+    """A new file that several threads write to: whole pages directly, the rest through the page cache."""
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self._disk = disk
+        self._fd = disk.create(path)
+        self._direct = disk.open_direct(path)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write bytes; `offset` is a multiple of a page."""
+        whole = view.nbytes - view.nbytes % PAGE
+        if whole and self._direct is not None:
+            try:
+                self._disk.write_at(self._direct, view[:whole], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # this file system, or this memory, is not made for it: through the cache then
+            else:
+                view, offset = view[whole:], offset + whole
+        self.write_cached(view, offset)
+
+    def write_cached(self, view: memoryview, offset: int) -> None:
+        """Write bytes through the page cache, from and to any place."""
+        if view.nbytes:
+            self._disk.write_at(self._fd, view, offset)
+
+    def sync(self) -> None:
+        self._disk.sync(self._fd)
+
+    def __enter__(self) -> "_File":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)

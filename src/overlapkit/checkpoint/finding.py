@@ -1,0 +1,42 @@
+"""Which checkpoint is meant: a directory and a step, or the folder of one."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from overlapkit.checkpoint.manifest import is_ours, step_folders, step_of
+from overlapkit.checkpoint.opening import check_step
+
+Where = str | os.PathLike[str]
+"""A directory of checkpoints, or the folder `step-N` of one of them."""
+Step = int | Literal["latest"]
+
+
+def find_checkpoint(where: Where, step: Step = "latest") -> Path:
+    """The folder of a checkpoint.
+
+    Args:
+        where: A directory of checkpoints, or the folder of one.
+        step: Which one; "latest" is the one of the highest step, sound or not.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: `where` is the folder of another step.
+    """
+    path = Path(where)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{str(path)!r} does not exist, or is no folder")
+    number = None if step == "latest" else check_step(step)
+    own = step_of(os.path.basename(os.path.abspath(path)))  # so that "." has a name, too
+    if own is not None and is_ours(path):
+        if number not in (None, own):
+            raise ValueError(f"step={number}: {str(path)!r} is the folder of step {own} alone")
+        return path
+    there = step_folders(path)
+    if not there:
+        raise FileNotFoundError(f"{str(path)!r} holds no checkpoint (a folder step-N), and is none itself")
+    if number is None:
+        return there[max(there)]
+    if number not in there:
+        raise FileNotFoundError(f"step={number}: {str(path)!r} has no such checkpoint, but {list(there)}")
+    return there[number]
