@@ -1020,3 +1020,25 @@ def test_importing_it_is_light():
         "'torch.distributed.tensor', 'triton', 'safetensors'))]; assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_save_that_fails_at_once_says_so_through_its_handle(tmp_path, monkeypatch):
+    """However fast the writer is: save() itself raises what earlier saves left behind."""
+    checkpointer = Checkpointer(tmp_path)
+    add = checkpointer._unfinished.add
+
+    def add_when_it_has_failed(save):
+        add(save)
+        save.committed.settle()
+
+    monkeypatch.setattr(checkpointer._unfinished, "add", add_when_it_has_failed)
+    state = {"model": nn.Linear(3, 3)}  # nothing in it is copied inside save()
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters())
+    with monkeypatch.context() as patch:
+        patch.setattr("overlapkit.pinned.PinnedRing.take", lambda self, nbytes: 1 / 0)
+        save = checkpointer.save(1, state)
+        with pytest.raises(ZeroDivisionError):
+            save.wait()
+    checkpointer.save(2, state)
+    checkpointer.close()
+    assert Checkpointer(tmp_path).steps() == [2]

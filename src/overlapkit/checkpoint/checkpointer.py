@@ -163,7 +163,7 @@ class Checkpointer:
             if block:
                 save.committed.settle()
         save._blocked_s = (time.perf_counter_ns() - start) / 1e9
-        self._unfinished.surface()
+        self._unfinished.surface(None if block else save)
         return save
 
     def restore(

@@ -90,10 +90,14 @@ class Unfinished:
             save.committed.settle()
         self._collect()
 
-    def surface(self) -> None:
-        """Raise the oldest error that nobody has seen; the next one is for the next call."""
+    def surface(self, before: Save | None = None) -> None:
+        """Raise the oldest error that nobody has seen; the next one is for the next call.
+
+        Args:
+            before: Only errors of saves before this one: its own belongs to its handle.
+        """
         self._collect()
-        while self._failed:
+        while self._failed and self._failed[0] is not before:
             save = self._failed.popleft()
             if not save.committed.seen:
                 save.committed.wait()
