@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -23,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # a shell starts what it runs in the background with Ctrl-C ignored, which tests of Ctrl-C inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout: ignored: pytest-timeout is not installed")
 
