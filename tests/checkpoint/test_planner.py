@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import overlapkit.checkpoint.planner as planner_module
-from overlapkit.checkpoint import Checkpointer
+from overlapkit.checkpoint import Checkpointer, MismatchError
 from overlapkit.checkpoint.codec import root
 from overlapkit.checkpoint.planner import Planner
 from overlapkit.lane import Lane
@@ -189,6 +189,25 @@ def test_every_change_between_saves_is_noticed(tmp_path, change, stage):
         other = {"model": state["model"], "loose": torch.zeros_like(state["loose"])}
         checkpointer.restore(other, 2, only=("model", "loose"))
         assert torch.equal(other["loose"], state["loose"])
+
+
+def test_a_parameter_that_moves_to_another_group_is_noticed(tmp_path):
+    """The same tensors, the same states; only the part's JSON tells."""
+
+    def build_two():
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
+        return {"model": model, "optimizer": torch.optim.SGD(groups, lr=0.1)}
+
+    state = build_two()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        groups = state["optimizer"].param_groups
+        groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+        checkpointer.save(2, state, block=True)
+        checkpointer.restore(build_two(), 1)
+        with pytest.raises(MismatchError, match="other groups"):
+            checkpointer.restore(build_two(), 2)
 
 
 @pytest.mark.parametrize("change", ["one_datum", "moment_data"])
