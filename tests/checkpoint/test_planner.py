@@ -224,6 +224,21 @@ def test_data_of_a_tensor_that_is_no_witness_is_followed(tmp_path, monkeypatch, 
     assert len(plans) == 1
 
 
+def test_followed_data_is_not_lost_when_the_file_is_laid_out_anew(tmp_path, monkeypatch, plans):
+    monkeypatch.setattr("overlapkit.checkpoint.late.WITNESSES", 1)
+    state = build()
+    train(state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        one_datum(state)
+        checkpointer.save(2, state, block=True)
+        longer_loose(state)
+        for step in (3, 4):
+            checkpointer.save(step, state, block=True)
+            check(tmp_path, step, truth(state))
+    assert len(plans) == 1
+
+
 def test_what_stays_the_same_is_planned_once(tmp_path, plans):
     state = build()
     train(state)
