@@ -30,6 +30,7 @@ def _map_pages(nbytes: int, pin: bool) -> torch.Tensor:
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     memory.zero_()  # MAP_POPULATE would fault the pages in, too, but under the interpreter's lock
     if pin:
+        pages.madvise(mmap.MADV_DONTFORK)  # a fork would make a copy on write of what the GPU reads
         runtime: Any = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if status != 0:

@@ -60,3 +60,23 @@ def test_ctrl_c(workers: int) -> None:
     code, errors = run(body, workers, interrupt=True)
     assert code in (-signal.SIGINT, 130)
     assert "KeyboardInterrupt" in errors.splitlines()[-1]
+
+
+def test_nothing_is_read_for_a_loop_that_has_ended() -> None:
+    """Each batch takes a tenth of a second, and ten more were asked for."""
+    code, errors = run(
+        """
+        def slow():
+            for number in range(100):
+                time.sleep(0.1)
+                print(number, file=sys.stderr, flush=True)
+                yield number
+
+        passing = iter(DeviceLoader(slow, "cpu", depth=10))
+        next(passing)
+        print("end", file=sys.stderr, flush=True)
+        """,
+        0,
+    )
+    assert code == 0
+    assert len(errors.partition("end")[2].split()) <= 1  # the one that was being read

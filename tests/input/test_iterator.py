@@ -387,3 +387,10 @@ def test_the_global_generator_is_drawn_from_as_without_a_loader() -> None:
         return [(plain(batch), torch.rand(1).item()) for _ in range(2) for batch in source]
 
     assert order(lambda source: DeviceLoader(source, "cpu", depth=4)) == order(lambda source: source)
+
+
+def test_a_stop_iteration_of_the_transform_does_not_end_the_epoch() -> None:
+    noise = iter([1, 2])
+    loader = DeviceLoader([10, 20, 30, 40], "cpu", transform=lambda batch: batch + next(noise))
+    with pytest.raises(RuntimeError, match="transform, or what reads a sample, raised StopIteration"):
+        list(loader)

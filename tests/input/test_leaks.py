@@ -4,13 +4,15 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from overlapkit.input import DeviceLoader
+from overlapkit.input import DeviceLoader, Mixture, TokenShards
 from tests.input.sources import RESUMABLE, node
+from tests.input.token_sets import write_set
 
 EPOCHS = 1000
 KINDS: dict[str, Callable[[int, int], Any]] = {
@@ -49,6 +51,12 @@ def leave_early(loader: DeviceLoader, epochs: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_early_breaks_leave_nothing(kind: str) -> None:
     check(DeviceLoader(KINDS[kind](40, 4), "cpu"), EPOCHS)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["TokenShards", "Mixture"])
+def test_early_breaks_leave_nothing_of_mapped_tokens(tmp_path: Path, mixed: bool) -> None:
+    shards = TokenShards(write_set(tmp_path / "x", [40] * 4, 40), 3, 4, rank=0, world_size=1)
+    check(DeviceLoader(Mixture({"a": shards}, {"a": 1}) if mixed else shards, "cpu"), EPOCHS)
 
 
 def test_early_breaks_leave_no_batch() -> None:

@@ -1,5 +1,8 @@
 """How passes follow each other, and what a state refuses."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from overlapkit.input.order import Order
@@ -65,9 +68,14 @@ def test_a_state_at_the_end_starts_the_next_epoch(position: int) -> None:
         ({"position": 101}, "position 101: it is damaged"),
         ({"position": -1}, "position -1: it is damaged"),
         ({"epoch": -1}, "epoch -1"),
+        *(
+            ({name: value}, f"{name} {value!r}.*: it is damaged")
+            for name in ("epoch", "position")
+            for value in (True, 3.0, "3", None)
+        ),
     ],
 )
-def test_a_state_of_another_order_is_refused(changed: dict[str, int], message: str) -> None:
+def test_a_state_of_another_order_is_refused(changed: dict[str, Any], message: str) -> None:
     here = progress()
     with pytest.raises(ValueError, match=message):
         here.load_state_dict({**here.state_dict(), **changed})
@@ -84,7 +92,16 @@ def test_a_state_that_lacks_something_is_refused() -> None:
         here.load_state_dict([])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("epoch", [-1, 1.0, True, "1"])
+def test_numpy_s_integers_are_integers() -> None:
+    here = progress()
+    here.set_epoch(np.int64(3))  # type: ignore[arg-type]
+    assert type(here.state_dict()["epoch"]) is int
+    here.load_state_dict({**here.state_dict(), "position": np.int32(40)})
+    assert type(here.state_dict()["position"]) is int
+    assert (here.begin(), here.epoch) == (60, 3)
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.0, True, "1", np.True_, np.float64(1)])
 def test_an_epoch_that_is_none_is_refused(epoch: object) -> None:
     with pytest.raises(ValueError, match="epoch="):
         progress().set_epoch(epoch)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """What is written is what safetensors itself reads, whole or not at all."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -30,7 +31,8 @@ from tests.input.token_sets import documents, load_set, write_set
 def test_any_documents_come_back(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], shard_tokens: int, dtype: Any
 ) -> None:
-    folder = write_set(tmp_path_factory.mktemp("set") / "x", lengths, shard_tokens, dtype=dtype)
+    limit: Any = np.int64(shard_tokens)  # as good as an int
+    folder = write_set(tmp_path_factory.mktemp("set") / "x", lengths, limit, dtype=dtype)
     found = []
     shards = load_set(folder)
     for shard in shards:
@@ -109,6 +111,7 @@ def test_a_document_that_cannot_be_stored_is_named(tmp_path: Path, document: Any
         ({"dtype": np.uint16}, ValueError, "dtype="),
         ({"shard_tokens": 0}, ValueError, "shard_tokens=0"),
         ({"shard_tokens": True}, ValueError, "shard_tokens=True"),
+        ({"shard_tokens": 5.0}, ValueError, "shard_tokens=5.0"),
         ({"progress": "yes"}, ValueError, "progress='yes'"),
         ({"token_arrays": 3}, TypeError, "token_arrays=3"),
         ({"token_arrays": "text"}, TypeError, "token_arrays='text'"),
@@ -188,6 +191,96 @@ def test_two_at_once_are_told_of_each_other(tmp_path: Path) -> None:
     assert load_set(tmp_path / "x")[0]["tokens"].tolist() == [1, 3]
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "tokens-1-of-2.safetensors", "0.bak"])
+def test_what_is_not_ours_is_refused_and_kept(tmp_path: Path, name: str) -> None:
+    leftovers = tmp_path / ".x.writing"
+    leftovers.mkdir()
+    for kept in ("0", name):
+        (leftovers / kept).write_text("mine")
+    with pytest.raises(ValueError, match=rf"/\.x\.writing/{name} is no file that write_token_shards"):
+        write_token_shards([[1]], tmp_path / "x")
+    assert {path.name: path.read_text() for path in leftovers.iterdir()} == {"0": "mine", name: "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == [".x.writing"]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("..")], ids=["folder", "link"])
+def test_a_name_of_ours_on_no_file_is_refused(tmp_path: Path, make: Any) -> None:
+    (tmp_path / ".x.writing").mkdir()
+    make(tmp_path / ".x.writing" / "0")
+    with pytest.raises(ValueError, match="/0 is no file that"):
+        write_token_shards([[1]], tmp_path / "x")
+    assert os.path.lexists(tmp_path / ".x.writing" / "0")
+
+
+def test_a_link_or_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "0").write_text("mine")
+    (tmp_path / ".x.writing").symlink_to(mine)
+    (tmp_path / ".y.writing").write_text("mine")
+    (tmp_path / ".z.writing").symlink_to("nowhere")
+    for name in "xyz":
+        with pytest.raises(ValueError, match=rf"\.{name}\.writing, .* is no folder"):
+            write_token_shards([[1]], tmp_path / name)
+    assert (mine / "0").read_text() == "mine"
+
+
+def test_what_turns_up_while_writing_is_kept(tmp_path: Path) -> None:
+    def broken() -> Iterator[list[int]]:
+        yield [1]
+        (tmp_path / ".x.writing" / "notes").write_text("mine")
+        raise RuntimeError("tokenizer")
+
+    with pytest.raises(RuntimeError, match="tokenizer"):
+        write_token_shards(broken(), tmp_path / "x")
+    assert (tmp_path / ".x.writing" / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("taken", [Path.touch, lambda path: (path / "deep").mkdir(parents=True)])
+def test_finished_shards_are_kept_where_the_name_was_taken(tmp_path: Path, taken: Any) -> None:
+    def slow() -> Iterator[list[int]]:
+        yield [1, 2]
+        taken(tmp_path / "new" / "x")
+
+    with pytest.raises(ValueError, match=r"All shards are finished, in .*/new/\.x\.writing: rename"):
+        write_token_shards(slow(), tmp_path / "new" / "x")
+    assert load_set(tmp_path / "new" / ".x.writing")[0]["tokens"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(ValueError, match=rf"file system without locks \({os.strerror(code)}\)"):
+        write_token_shards([[1]], tmp_path / "new" / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parents_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for target in (tmp_path / "file" / "x", tmp_path / "file" / "deep" / "x"):
+        with pytest.raises(ValueError, match=r"\.x\.writing, .* cannot be made \(.*/file"):
+            write_token_shards([[1]], target)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_failed_call_leaves_no_parents_it_made(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    with pytest.raises(ValueError, match="no tokens"):
+        write_token_shards([], tmp_path / "old" / "a" / "b" / "x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]
+
+
+def test_the_current_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is the current directory.*: give a name within it"):
+        write_token_shards([[1]], ".")
+    assert os.path.samefile(".", tmp_path)
+    write_token_shards([[1]], "x")
+
+
 def test_documents_are_streamed_and_one_shard_is_held(tmp_path: Path) -> None:
     seen = []
 
@@ -222,7 +315,7 @@ def test_files_are_on_disk_before_the_directory_has_its_name(
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(Path, "rename", moved)
-    write_set(tmp_path / "x", [2, 2], 2)
+    write_set(tmp_path / "new" / "deep" / "x", [2, 2], 2)
     assert events == [
         "sync 0",
         "sync 1",
@@ -230,6 +323,8 @@ def test_files_are_on_disk_before_the_directory_has_its_name(
         "rename 1 tokens-00001-of-00002.safetensors",
         "sync .x.writing",
         "rename .x.writing x",
+        "sync deep",
+        "sync new",
         f"sync {tmp_path.name}",
     ]
 

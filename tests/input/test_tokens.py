@@ -265,6 +265,7 @@ def test_blocks_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({"window": 5}, "state has window=5, this source has 6"),
         ({"shards": "0" * 32}, "state has shards='0000"),
+        ({"dtype": "uint32"}, "state has dtype='uint32', this source has 'uint16'"),
         ({"seed": 3}, "state has seed=3"),
         ({"size": 27}, "state has size=27"),
         ({"position": 29}, "position 29: it is damaged"),
@@ -286,6 +287,24 @@ def test_a_state_of_a_longer_set_is_refused(tmp_path: Path) -> None:
         assert other.windows.count == states[0].windows.count
         with pytest.raises(ValueError, match="state has shards="):
             other.load_state_dict(states[0].state_dict())
+
+
+def test_numpy_s_integers_are_integers(folder: Path) -> None:
+    six, two, seed, rank, world = (np.int64(value) for value in (6, 2, 3, 1, 2))
+    options: dict[str, Any] = {"seed": seed, "rank": rank, "world_size": world}
+    one = TokenShards(folder, six, two, **options)  # type: ignore[arg-type]
+    plain = TokenShards(folder, 6, 2, seed=3, rank=1, world_size=2)
+    assert list(taken(one)) == list(taken(plain))
+    assert json.dumps(one.state_dict()) == json.dumps(plain.state_dict())
+
+
+def test_a_state_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    states = [
+        TokenShards(write_set(tmp_path / dtype, [20], dtype=dtype), 3, 2, rank=0, world_size=1)
+        for dtype in ("uint16", "uint32")
+    ]
+    with pytest.raises(ValueError, match="state has dtype='uint16', this source has 'uint32'"):
+        states[1].load_state_dict(states[0].state_dict())
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,16 @@ def test_join_hands_the_last_batch_over_again_until_the_longest_is_done(kind: st
     run_ranks(3, run)
 
 
+def test_a_loop_that_takes_its_batch_apart_finds_the_filler_whole() -> None:
+    def run(rank: int) -> list[int]:
+        loader = DeviceLoader(
+            [{"x": torch.tensor([rank]), "at": at} for at in range(1 + rank)], "cpu", uneven="join"
+        )
+        return [int(batch.pop("x")) for batch in loader]
+
+    assert run_ranks(2, run) == [[0, 0], [1, 1]]
+
+
 RESUMED = {kind: SOURCES[kind] for kind in SOURCES if kind != "function"}
 
 

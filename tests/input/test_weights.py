@@ -78,7 +78,7 @@ def test_each_sample_is_drawn_with_the_weights_of_its_place(
     plan = Plan(NAMES, dict(zip(NAMES, first, strict=True)))
     steps = [((0, 0), first)]
     for at_epoch, at, weights in sorted(changes):
-        plan.set((at_epoch, at), dict(zip(NAMES, weights, strict=True)))
+        plan.set((at_epoch, at), dict(zip(NAMES, weights, strict=True)), (0, 0))
         steps = [step for step in steps if step[0] < (at_epoch, at)] + [((at_epoch, at), weights)]
     want = one_by_one(steps, epoch, start, start + count)
     assert plan.choose(5, epoch, start, start + count).tolist() == want
@@ -91,7 +91,7 @@ def test_a_change_replaces_what_was_to_come() -> None:
     plan = Plan(["a", "b"], [(0, {"a": 1, "b": 0}), (10, {"a": 0, "b": 1}), (20, {"a": 1, "b": 1})])
     assert [plan.at((0, at))["b"] for at in (0, 9, 10, 19, 20)] == [0, 0, 1, 1, 1]
     assert plan.at((1, 0)) == {"a": 1, "b": 1}, "the last of a schedule stays in force"
-    plan.set((0, 5), {"a": 2, "b": 3})
+    plan.set((0, 5), {"a": 2, "b": 3}, (0, 0))
     assert [plan.at((0, at))["b"] for at in (4, 5, 10, 20)] == [0, 3, 3, 3]
     assert plan.state((0, 7)) == [[0, 5, 2.0, 3.0]]
 
@@ -107,10 +107,31 @@ def test_proportions() -> None:
 def test_a_run_of_changes_is_bounded() -> None:
     plan = Plan(["a"], {"a": 1})
     for at in range(3000):
-        plan.set((0, at), {"a": 1 + at})
-    assert len(plan.state((0, 0))) == 1000
+        plan.set((0, at), {"a": 1 + at}, (0, at))
+    assert len(plan.state((0, 0))) == 1001
     assert plan.at((0, 2500)) == {"a": 2501}
     assert plan.choose(0, 0, 2990, 3010).tolist() == [0] * 20
+
+
+def test_what_is_in_force_or_to_come_is_never_forgotten() -> None:
+    """Changes far ahead of the reader, and a schedule of more steps than are remembered behind it."""
+    plan = Plan(["a"], {"a": 1})
+    for at in range(3000):
+        plan.set((0, 10 + at), {"a": 2 + at}, (0, 5))
+    assert [plan.at((0, at))["a"] for at in (5, 10, 3009)] == [1, 2, 3001]
+    plan = Plan(["a"], [(at, {"a": 1 + at}) for at in range(3000)])
+    plan.set((0, 2999), {"a": 7}, (0, 20))
+    assert [plan.at((0, at))["a"] for at in (0, 20, 2998, 2999)] == [1, 21, 2999, 7]
+    plan.set((1, 0), {"a": 8}, (1, 0))
+    assert [plan.at(place)["a"] for place in ((0, 2998), (0, 2999), (1, 0))] == [2999, 7, 8]
+
+
+def test_numbers_of_numpy() -> None:
+    given = {"a": np.float32(0.5), "b": np.int64(2), "c": np.float16(0)}
+    assert Plan(NAMES, [(np.int64(0), given)]).state((0, 0)) == [[0, 0, 0.5, 2.0, 0.0]]  # type: ignore[list-item]
+    for weight in (np.float32("nan"), np.float32("inf"), np.float32(-1), np.True_):
+        with pytest.raises(ValueError, match=r"weights\['a'\]=.*: a weight is a finite number"):
+            Plan(NAMES, {**given, "a": weight})
 
 
 @pytest.mark.parametrize(
@@ -137,6 +158,7 @@ def test_a_run_of_changes_is_bounded() -> None:
         ([(1, {"a": 1, "b": 1, "c": 1})], ValueError, "a schedule is"),
         ([(0, {"a": 1, "b": 1, "c": 1})] * 2, ValueError, "rising"),
         ([(0, {"a": 1, "b": 1, "c": 1}), (2.5, {"a": 1, "b": 1, "c": 1})], ValueError, "rising"),
+        ([(False, {"a": 1, "b": 1, "c": 1})], ValueError, "rising"),
         ([(0, {"a": 1, "b": 1, "c": 1}), (5, {"a": 1})], ValueError, "weights are of 'a'"),
     ],
     ids=str,
@@ -147,7 +169,7 @@ def test_weights_that_are_none(weights: Any, error: type[Exception], message: st
     if isinstance(weights, dict):
         plan = Plan(NAMES, {"a": 1, "b": 1, "c": 1})
         with pytest.raises(error, match=message):
-            plan.set((0, 5), weights)
+            plan.set((0, 5), weights, (0, 0))
         assert plan.at((0, 5)) == {"a": 1, "b": 1, "c": 1}
 
 
@@ -161,6 +183,9 @@ def test_weights_that_are_none(weights: Any, error: type[Exception], message: st
         [[0, 0, 1.0, 1.0, -1.0]],
         [[0, 0, 0, 0, 0]],
         [["x", 0, 1, 1, 1]],
+        [["0", 0, 1, 1, 1]],
+        [[0, 0.0, 1, 1, 1]],
+        [[False, 0, 1, 1, 1]],
         [3],
         [[0, 5, 1, 1, 1], [0, 0, 1, 1, 1]],
     ],

@@ -45,7 +45,13 @@ class Drawn:
 
 
 def draw(
-    sources: Sequence[TokenShards], plan: Plan, seed: int, epoch: int, position: int, counts: np.ndarray
+    sources: Sequence[TokenShards],
+    plan: Plan,
+    seed: int,
+    epoch: int,
+    position: int,
+    counts: np.ndarray,
+    most: int,
 ) -> Drawn:
     """Draw the batches that follow a position.
 
@@ -56,10 +62,11 @@ def draw(
         epoch: Of the mixture.
         position: Samples of it that all ranks have drawn.
         counts: How many of these were of each source, int64 (sources,).
+        most: How many batches to draw; fewer where that is more than some milliseconds' work.
     """
     order, batch_size = sources[0].order, sources[0].batch_size
     whole = batch_size * order.world
-    batches = max(1, min(_OWN // batch_size, _ALL // whole))
+    batches = max(1, min(most, _OWN // batch_size, _ALL // whole))
     every = plan.choose(seed, epoch, position, position + batches * whole)
     own = slice(order.rank, None, order.world)
     source, number = every[own], _earlier(every)[own]

@@ -37,8 +37,8 @@ class DrawWatch:
             warnings.warn(
                 f"source (or transform) draws from {' and '.join(moved)} in the reader's thread, beside the "
                 "training loop: who of the two draws first is chance, so that no run repeats another "
-                "bitwise, nor goes on so when it is resumed. Draw from a generator of its own or from "
-                "overlapkit.input.SampleSeed, or read in worker processes",
+                "bitwise, nor goes on so when it is resumed. Seed what is drawn for a sample: see "
+                "overlapkit.input.SampleSeed",
                 stacklevel=5,
             )
 

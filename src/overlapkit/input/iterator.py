@@ -1,9 +1,11 @@
 """The consumer's side of a pass: what a `for` loop over a DeviceLoader holds."""
 
+import atexit
 import os
 import sys
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ import torch
 
 from overlapkit.input.draws import DrawWatch
 from overlapkit.input.failed import Failed
+from overlapkit.input.nesting import map_leaves
 from overlapkit.input.position import Position
 from overlapkit.input.ranks import Ranks
 from overlapkit.input.reader import Ended, Pulled, Reader
@@ -23,6 +26,17 @@ from overlapkit.span import SpanLog
 
 PATIENCE_S = 10.0
 """How long closing waits for a source that is busy; then its thread is left to end by itself."""
+
+
+_unfinished: "weakref.WeakSet[BatchIterator]" = weakref.WeakSet()
+
+
+@atexit.register  # later than the lanes' own, so it runs before: they finish what they were given
+def _stop_at_exit() -> None:
+    """Let no reader go on for batches that nobody will take."""
+    for iterator in list(_unfinished):
+        iterator._reader.stopped = True
+        iterator._plan.close(wait=False)
 
 
 class BatchIterator:
@@ -80,6 +94,7 @@ class BatchIterator:
         self._closed = True  # nothing to close until there is a pass
         self._start(resume)
         self._closed = False
+        _unfinished.add(self)
 
     def __iter__(self) -> Self:
         return self
@@ -205,7 +220,7 @@ class BatchIterator:
         batch = self._accept(pulled)
         self._stand = self.position
         if self._plan.repeats:  # the state goes back to where the filler comes from
-            self._stand, self._last = replace(before, again=True), batch
+            self._stand, self._last = replace(before, again=True), _same_again(batch)
         self._note(filler=False)
         return batch
 
@@ -224,7 +239,7 @@ class BatchIterator:
     def _fill(self) -> Any:
         self._submit()
         self._note(filler=True)
-        return self._last
+        return _same_again(self._last)
 
     def _note(self, *, filler: bool) -> None:
         self._resumed = False
@@ -290,3 +305,12 @@ class BatchIterator:
         self._plan.close(wait=True)
         self._on_closed(self._reader)
         self._reader.cursor.close(self._handed_out, self._depth)
+
+
+def _same_again(batch: Any) -> Any:
+    """The batch in containers of its own, over the same memory: a loop may take a batch apart."""
+
+    def anew(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(batch, anew)

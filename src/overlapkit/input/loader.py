@@ -47,15 +47,17 @@ class DeviceLoader:
     the next `iter()`. A map-style DataLoader is taken up in mid-epoch by skipping indices in the same
     order, a list by index, a source with a state of its own by that; anything else only between epochs,
     or by `drop_through`. A state at an epoch's end starts the next epoch. Random augmentation goes on
-    bitwise only where it does not draw from global generators, which the reader's thread (and on a GPU
-    `transform`) shares with the training loop: see SampleSeed. A source that does so is told, once.
+    bitwise only where each sample has its own, as SampleSeed gives it: no state holds a dataset's generators,
+    and global ones are shared by the loop with the reader's thread (and on a GPU `transform`). A source that
+    is seen to draw from these is told, once.
 
     Among several ranks a pass begins on all of them together, unless uneven is None. Where each knows how
     many batches it has (a list, a map-style DataLoader, or a source with a state and with `batches_left`,
     which counts those of the pass that its `iter()` began), they say so once, through the job's store, and
     nothing is exchanged for a batch. Elsewhere a lane beside the reader agrees on each batch, in about four
-    calls to the store and as far ahead as batches are read. No rank waits longer than half of the process
-    group's timeout: then it raises, and names the rank that did not come. One process exchanges nothing.
+    calls to the store, more while it waits for a slower rank, and as far ahead as batches are read. No rank
+    waits longer than half of the process group's timeout: then it raises, and names the rank that did not
+    come. One process exchanges nothing.
 
     Args:
         source: A re-iterable of batches: DataLoader, StatefulDataLoader, torchdata.nodes.Loader,
@@ -79,8 +81,9 @@ class DeviceLoader:
             persistent workers had kept from earlier epochs does not come back.)
         uneven: What to do where ranks have different numbers of batches in a pass: "error" raises on all,
             "drop" ends the pass on all with the shortest, "join" hands a rank's last batch over again until
-            the longest is done (`filler` is True then: multiply the loss by 0). None lets ranks be
-            independent, and is for a loader that not every rank iterates, and equally often.
+            the longest is done (`filler` is True then: multiply the loss by 0); its containers are new, its
+            tensors the same memory. None lets ranks be independent, and is for a loader that not every rank
+            makes, in the same sequence, and iterates equally often.
 
     Raises:
         TypeError: `source` is no re-iterable of batches.

@@ -2,13 +2,16 @@
 
 import hashlib
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Self
 
 import numpy as np
 
 from overlapkit.input.drawing import Drawn, draw
+from overlapkit.input.integers import is_integer
 from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.progress import Progress
@@ -39,7 +42,8 @@ class Mixture:
 
     Args:
         sources: TokenShards by name, alike in window, pack, dtype, batch size, rank and number of ranks. One
-            with less than a batch for each rank is opened with drop_last=False.
+            with less than a batch for each rank is opened with drop_last=False. Draws depend on their
+            sequence: a state loads only where it is the same.
         weights: One for each name, in any unit; or a schedule [(samples, weights), ...]: the weights from so
             many samples of all ranks on, in the first epoch, rising from 0. The last of them stay in force.
         seed: Of the draws, the same on every rank. The order within a source is by the source's own seed.
@@ -65,8 +69,8 @@ class Mixture:
         self._plan = Plan(self._names, weights)
         self.batch_size = self._sources[0].batch_size
         parts = self._sources[0].order
-        self._order = Order(_ENDLESS, parts.rank, parts.world, seed, shuffle=True, drop_last=True)
-        self._identity = {"sources": {name: _digest(source) for name, source in sources.items()}}
+        self._order = Order(_ENDLESS, parts.rank, parts.world, int(seed), shuffle=True, drop_last=True)
+        self._identity = {"sources": [[name, _digest(source)] for name, source in sources.items()]}
         self._progress = Progress(self._order, identity=self._identity)
         self._counts = np.zeros(len(sources), dtype=np.int64)
         self._latest: _Pass | None = None
@@ -82,6 +86,8 @@ class Mixture:
         Args:
             empty: Called with a shape and a dtype, within the `next()` that makes the batch.
         """
+        for source in self._sources:
+            source.windows.check()
         with self._lock:
             self._progress.begin()
             self._start_anew()
@@ -135,12 +141,12 @@ class Mixture:
                     f"at=None with {self._order.world} ranks, whose readers are not equally far: give at=, a "
                     f"number of samples ahead of mixture.position ({position} here), the same on every rank"
                 )
-            if at is not None and (not isinstance(at, int) or isinstance(at, bool) or at < position):
+            if at is not None and (not is_integer(at) or at < position):
                 raise ValueError(
                     f"at={at!r}: weights can change from sample {position} of this epoch on, where the next "
                     "batch begins"
                 )
-            self._plan.set((epoch, position if at is None else at), weights)
+            self._plan.set((epoch, position if at is None else int(at)), weights, (epoch, position))
             if self._latest is not None:
                 self._latest.redraw()
 
@@ -165,7 +171,10 @@ class Mixture:
             return partial(self._state, self._progress.state_dict(), self._counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass begin where the state stands, with its weights, at whatever number of ranks.
+        """Let the next pass begin where the state stands, at whatever number of ranks.
+
+        The state's weights take the place of those here, with a warning where they differ. To go on with
+        others call `set_weights` afterwards; a DeviceLoader loads the state when its pass begins.
 
         Raises:
             TypeError: It is no dict.
@@ -181,6 +190,15 @@ class Mixture:
         plan = Plan.from_state(self._names, state["weights"])
         with self._lock:
             self._progress.load_state_dict(state)
+            ahead = zip_longest(plan.ahead(self._place()), self._plan.ahead(self._place()))
+            if differ := [pair for pair in ahead if pair[0] != pair[1]]:
+                there, here = differ[0]
+                warnings.warn(
+                    f"the state's weights take the place of this mixture's, first {there} that of {here}. To "
+                    "go on with others, call set_weights() after loading (under a DeviceLoader after its "
+                    "iter())",
+                    stacklevel=2,
+                )
             self._counts = np.array(counts, dtype=np.int64)
             self._plan = plan
             self._latest = None
@@ -196,8 +214,8 @@ class Mixture:
         weights = self._plan.state((progress["epoch"], progress["position"]))
         return {**progress, "counts": counts.tolist(), "weights": weights}
 
-    def _draw(self, epoch: int, position: int, counts: np.ndarray) -> Drawn:
-        return draw(self._sources, self._plan, self._order.seed, epoch, position, counts)
+    def _draw(self, epoch: int, position: int, counts: np.ndarray, most: int) -> Drawn:
+        return draw(self._sources, self._plan, self._order.seed, epoch, position, counts, most)
 
 
 class _Pass:
@@ -211,6 +229,7 @@ class _Pass:
         self._counts = counts
         self._batches = 0
         self._drawn: Drawn | None = None
+        self._most = 1  # batches to draw next: few after a change, for another may follow soon
         self._number = 0  # of the next batch among those drawn
         windows = mixture._sources[0].windows
         self._new_batch = partial(windows.new_batch, mixture.batch_size)
@@ -232,11 +251,12 @@ class _Pass:
 
     def redraw(self) -> None:
         """Forget what has been drawn and not taken: weights have changed."""
-        self._drawn = None
+        self._drawn, self._most = None, 1
 
     def _take(self) -> tuple[Drawn, int]:
         if self._drawn is None or self._number == len(self._drawn.home):
-            self._drawn, self._number = self._mixture._draw(self._epoch, self._position, self._counts), 0
+            self._drawn = self._mixture._draw(self._epoch, self._position, self._counts, self._most)
+            self._number, self._most = 0, 8 * len(self._drawn.home)
         number = self._number
         self._number += 1
         self._batches += 1
@@ -261,7 +281,7 @@ def _check(sources: Any, seed: Any) -> None:
                 f"sources[{name!r}] is a {type(source).__name__}: give TokenShards by name; rows cannot be "
                 "drawn one by one from anything else"
             )
-    if not isinstance(seed, int) or isinstance(seed, bool):
+    if not is_integer(seed):
         raise ValueError(f"seed={seed!r}: it is an integer, the same on every rank")
     (first, one), *others = sources.items()
     for name, other in others:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from overlapkit.input.integers import is_integer
 from overlapkit.input.order import Order
 
 FORMAT = 1
@@ -20,25 +21,16 @@ class Progress:
         least: Samples of a rank that are worth a pass: an epoch with fewer left is over.
         identity: What else a position depends on, as plain values: it stands in the state, and a state that
             has another is refused.
-        repeat: A pass that was told nothing is the same epoch again, not a new one.
 
     Attributes:
         epoch: The epoch of the latest pass, or of the one that comes next where it was set.
         position: Samples of that epoch that all ranks together have taken.
     """
 
-    def __init__(
-        self,
-        order: Order,
-        least: int = 1,
-        identity: Mapping[str, Any] | None = None,
-        *,
-        repeat: bool = False,
-    ) -> None:
+    def __init__(self, order: Order, least: int = 1, identity: Mapping[str, Any] | None = None) -> None:
         self.order = order
         self._least = least
         self._identity = dict(identity or {})
-        self._step = 0 if repeat else 1
         self.epoch = 0
         self.position = 0
         self._told: tuple[int, int] | None = (0, 0)  # where the next pass begins
@@ -52,7 +44,7 @@ class Progress:
         if self._told is not None:
             self.epoch, self.position = self._told  # which a pass may have moved while it was being told
         if self._told is None or self.is_over(self.position):
-            self.epoch, self.position = self.epoch + self._step, 0
+            self.epoch, self.position = self.epoch + 1, 0
         self._told = None
         self._start = self.position
         return self.order.share(self._start)
@@ -72,11 +64,11 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch: what is left of it where it was resumed, else all of it."""
-        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+        if not is_integer(epoch) or epoch < 0:
             raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
         unfinished = self._told is not None and epoch == self.epoch and not self.is_over(self.position)
         if not unfinished:
-            self._tell(epoch, 0)
+            self._tell(int(epoch), 0)
 
     def is_over(self, position: int) -> bool:
         """Whether an epoch has no pass left at a position."""
@@ -118,7 +110,8 @@ class Progress:
                     f"state has {name}={state[name]!r}, this source has {own[name]!r}: its position means "
                     "another sample here. Build the source as it was when the state was saved"
                 )
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position <= self.order.size:
-            raise ValueError(f"state stands at epoch {epoch}, position {position}: it is damaged")
-        return epoch, position
+        epoch, position = state["epoch"], state["position"]
+        whole = is_integer(epoch) and is_integer(position)
+        if not whole or epoch < 0 or not 0 <= position <= self.order.size:
+            raise ValueError(f"state stands at epoch {epoch!r}, position {position!r}: it is damaged")
+        return int(epoch), int(position)

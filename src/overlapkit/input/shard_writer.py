@@ -3,11 +3,11 @@
 import fcntl
 import json
 import os
-import shutil
+import re
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from overlapkit.input.integers import is_integer
 from overlapkit.input.shards import FORMAT, FORMAT_KEY, shard_name
+
+_OWN = re.compile(r"\d+|tokens-\d{5,}-of-\d{5,}\.safetensors")
+"""Names of files while they are written, and when all are."""
 
 
 def write_token_shards(
@@ -34,7 +38,8 @@ def write_token_shards(
     belongs into the array.
 
     The directory appears when all shards are on disk, or not at all. They are written beside it, into
-    `.NAME.writing`; what an interrupted call leaves there is removed by the next.
+    `.NAME.writing`; what an interrupted call leaves there is removed by the next, and anything else in it is
+    refused.
 
     Args:
         token_arrays: Documents, each a list, numpy array or CPU tensor of integers, of shape (n,). They are
@@ -47,12 +52,13 @@ def write_token_shards(
 
     Raises:
         ValueError: A document is no integers of one dimension, or a token does not fit into `dtype` (the
-            message says which); there are no tokens; the directory is not empty; or another process is
-            writing it.
+            message says which); there are no tokens; the directory is not empty, is the current one or
+            cannot be made; its file system has no locks; another process is writing it; or it was taken
+            while it was written (the finished shards are kept, and the message says where).
     """
     if dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype={dtype!r}: use 'uint16', or 'uint32' for more than 65,536 different tokens")
-    if not isinstance(shard_tokens, int) or isinstance(shard_tokens, bool) or shard_tokens < 1:
+    if not is_integer(shard_tokens) or shard_tokens < 1:
         raise ValueError(f"shard_tokens={shard_tokens!r}: it is an integer of at least 1")
     if progress not in (None, True, False):
         raise ValueError(f"progress={progress!r}: use True, False, or None to show a bar on a terminal")
@@ -150,46 +156,107 @@ def _write(path: Path, tokens: bytearray, offsets: "array[int]", dtype: str) -> 
 
 @contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """A folder that takes the target's name when the body is done, or vanishes."""
-    _refuse_content(target)
+    """A folder that takes the target's name when the body is done, or vanishes with parents made for it."""
+    _refuse_target(target)
     folder = target.with_name(f".{target.name}.writing")
-    folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    new = [parent for parent in folder.parents if not os.path.exists(parent)]
     try:
-        _lock(fd, folder)
-        for leftover in folder.iterdir():
-            leftover.unlink()
-        try:
-            yield folder
-            os.fsync(fd)
-            folder.rename(target)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        _sync_folder(target.parent)
-    finally:
-        os.close(fd)
+        with _held(folder) as fd:
+            _remove_own(folder)
+            try:
+                yield folder
+                os.fsync(fd)
+            except BaseException:
+                with suppress(OSError, ValueError):
+                    _remove_own(folder)
+                    folder.rmdir()
+                raise
+            _publish(folder, target)
+        for path in (target, *new):
+            _sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):  # one that is not empty stays
+            for parent in new:
+                parent.rmdir()
+        raise
 
 
-def _refuse_content(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+def _refuse_target(target: Path) -> None:
+    if not os.path.exists(target):
+        return
+    if not target.is_dir() or any(target.iterdir()):
         raise ValueError(
             f"directory={str(target)!r} is there and not empty: token shards need a directory of their own. "
             "Give another name, or remove it"
         )
+    if target.samefile("."):
+        raise ValueError(
+            f"directory={str(target)!r} is the current directory, which a finished one would take the place "
+            "of: give a name within it"
+        )
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[int]:
+    """The folder, made where it is not there, open and locked."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        what = "is no folder" if os.path.lexists(folder) else "cannot be made"
+        raise ValueError(
+            f"{folder}, where shards are written until all are there, {what} ({error.strerror}: "
+            f"{error.filename}): give another directory, or mend that"
+        ) from error
+    try:
+        _lock(fd, folder)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _lock(fd: int, folder: Path) -> None:
     """Hold the folder for as long as the file descriptor is open; a process that dies lets go of it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(folder)):
+        if os.path.samestat(os.fstat(fd), os.lstat(folder)):
             return
     except (BlockingIOError, FileNotFoundError):
         pass
+    except OSError as error:  # some network file systems
+        with suppress(OSError):
+            folder.rmdir()
+        raise ValueError(
+            f"{folder.parent} is on a file system without locks ({error.strerror}): two writers would "
+            "not see each other: write to a local disk, and move the directory there"
+        ) from error
     raise ValueError(
         f"another process is writing {folder}: wait for it, and let one rank write what all ranks read"
     )
+
+
+def _remove_own(folder: Path) -> None:
+    """Empty the folder of what an interrupted call left there, unless it holds anything else."""
+    found = list(os.scandir(folder))
+    for entry in found:
+        if not (_OWN.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
+            raise ValueError(
+                f"{entry.path} is no file that write_token_shards() writes, and everything in {folder} would "
+                "be removed: move it elsewhere"
+            )
+    for entry in found:
+        os.unlink(entry.path)
+
+
+def _publish(folder: Path, target: Path) -> None:
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise ValueError(
+            f"directory={str(target)!r} was free when writing began, and cannot be taken now "
+            f"({error.strerror}). All shards are finished, in {folder}: rename that yourself; the next call "
+            "for the same directory removes it"
+        ) from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ OFFSETS = np.dtype("<i8")
 _TOKENS: dict[str, np.dtype] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
 _OFFSETS: dict[str, np.dtype] = {"I64": OFFSETS, "U64": OFFSETS}
 
-_HEADER_LIMIT = 1 << 20  # a shard's own header has some 200 bytes
+_HEADER_LIMIT = 100_000_000  # safetensors' own
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 
 
@@ -35,15 +35,17 @@ class Shard:
     Attributes:
         path: The file.
         nbytes: Its size.
+        modified: When it was last changed, in ns.
         dtype: Of its tokens.
         tokens: How many.
         tokens_at: Byte of the file at which they start.
-        documents: How many, or None where there are no offsets.
+        documents: How many, or None where there are no offsets or nobody asked for them.
         offsets_at: Byte of the file at which the offsets start.
     """
 
     path: Path
     nbytes: int
+    modified: int
     dtype: np.dtype
     tokens: int
     tokens_at: int
@@ -56,20 +58,24 @@ def shard_name(number: int, total: int) -> str:
     return f"tokens-{number:05d}-of-{total:05d}.safetensors"
 
 
-def find_shards(directory: str | os.PathLike[str]) -> list[Shard]:
+def find_shards(directory: str | os.PathLike[str], documents: bool = False) -> list[Shard]:
     """The shards of a directory in their order, after a look at each one's header; no token is read.
+
+    Args:
+        directory: Where they are.
+        documents: Whether offsets are needed; else they are not looked at.
 
     Raises:
         ValueError: It is no directory of token shards, one is missing, or one is damaged; the message
             names the file.
     """
-    folder = Path(directory)
+    folder = Path(directory).absolute()  # looked at again after a chdir
     if not folder.is_dir():
         raise ValueError(
             f"directory={str(folder)!r} is no directory: give one that write_token_shards() wrote, or one of "
             "safetensors files with a tensor named 'tokens'"
         )
-    shards = [read_header(path) for path in _in_order(folder)]
+    shards = [read_header(path, documents) for path in _in_order(folder)]
     for shard in shards:
         if shard.dtype != shards[0].dtype:
             _refuse(
@@ -80,7 +86,7 @@ def find_shards(directory: str | os.PathLike[str]) -> list[Shard]:
     return shards
 
 
-def read_header(path: Path) -> Shard:
+def read_header(path: Path, with_documents: bool) -> Shard:
     """Look at one shard's header.
 
     Raises:
@@ -90,7 +96,7 @@ def read_header(path: Path) -> Shard:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for a writer
             _refuse(path, "it is no regular file", "remove it from the directory")
         with open(path, "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
+            seen = os.fstat(file.fileno())
             header, data_at = _parse(path, file)
         with safe_open(path, framework="numpy") as opened:
             metadata = opened.metadata() or {}
@@ -104,12 +110,29 @@ def read_header(path: Path) -> Shard:
         _refuse(path, f"its format is {metadata[FORMAT_KEY]!r}, read here is {FORMAT!r}", "update overlapkit")
     dtype, tokens, tokens_at = _array(path, header, "tokens", _TOKENS, data_at)
     documents, offsets_at = None, 0
-    if "offsets" in header:
+    if with_documents and "offsets" in header:
         _, entries, offsets_at = _array(path, header, "offsets", _OFFSETS, data_at)
         documents = entries - 1
         if documents < 0:
             _refuse(path, "its offsets are empty", "they hold one more entry than there are documents")
-    return Shard(path, nbytes, dtype, tokens, tokens_at, documents, offsets_at)
+    return Shard(path, seen.st_size, seen.st_mtime_ns, dtype, tokens, tokens_at, documents, offsets_at)
+
+
+def check_unchanged(shard: Shard) -> None:
+    """Refuse a file that is not as it was when its header was read: what is mapped may end too early.
+
+    Raises:
+        ValueError: It has another size or time of change, or is gone.
+    """
+    remedy = "leave shards as they are while they are read; open the directory again"
+    try:
+        now = os.stat(shard.path)
+    except OSError as error:
+        _refuse(shard.path, f"it was there when it was opened ({error.strerror})", remedy)
+    if now.st_size != shard.nbytes:
+        _refuse(shard.path, f"it has {now.st_size} bytes, and had {shard.nbytes} when it was opened", remedy)
+    if now.st_mtime_ns != shard.modified:
+        _refuse(shard.path, "it was written to since it was opened", remedy)
 
 
 def check_offsets(shard: Shard, offsets: np.ndarray) -> None:
@@ -178,7 +201,7 @@ def _parse(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int]:
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 8
     if length > _HEADER_LIMIT:
-        _refuse(path, f"it says that its header has {length} bytes", "a token shard has a short header")
+        _refuse(path, f"it says that its header has {length} bytes", f"the limit is {_HEADER_LIMIT}")
     text = file.read(length)
     if len(text) < length:
         _refuse(path, f"it ends after {len(start + text)} bytes, within its header", "copy it again")

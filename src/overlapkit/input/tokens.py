@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 
 from overlapkit.device import rank_and_world
+from overlapkit.input.integers import is_integer
 from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.progress import Progress
@@ -46,7 +47,8 @@ class TokenShards:
     Args:
         directory: What `write_token_shards` wrote, or any safetensors files with a one-dimensional tensor
             `tokens`, uint16 or uint32. All are checked here, before any token is read. They must not be
-            changed while they are used.
+            changed while they are used: each pass begins with a look at sizes and times of change, but a
+            file that is cut short within a pass reads as zeros, or ends the process with SIGBUS.
         window: T, inputs in a window.
         batch_size: B, windows in a batch of one rank.
         seed: Of the order; the same on every rank.
@@ -65,7 +67,7 @@ class TokenShards:
 
     Raises:
         ValueError: An argument is out of range, the directory or a file of it is not sound, or it holds
-            no batch for each rank.
+            no batch for each rank. From `iter()`: a file was changed since.
         RuntimeError: WORLD_SIZE is set but there is no process group: every rank would read the same.
     """
 
@@ -83,9 +85,11 @@ class TokenShards:
         pack: Literal["windows", "documents"] = "windows",
     ) -> None:
         _check(window, batch_size, seed, shuffle, drop_last, pack)
+        window, batch_size, seed = int(window), int(batch_size), int(seed)  # a state holds plain ones
         rank, world_size = _ranks(rank, world_size)
         self.batch_size = batch_size
-        self.windows = Windows(find_shards(directory), window, pack == "documents")
+        documents = pack == "documents"
+        self.windows = Windows(find_shards(directory, documents), window, documents)
         self.order = Order(self.windows.count, rank, world_size, seed, shuffle, drop_last)
         if self.windows.count < (batch_size * world_size if drop_last else 1):
             raise ValueError(
@@ -93,7 +97,8 @@ class TokenShards:
                 f"makes no batch of batch_size={batch_size} for each of {world_size} ranks. Lower these"
             )
         least = batch_size if drop_last else 1
-        identity = {"window": window, "shards": self.windows.digest}
+        dtype = str(self.windows.dtype).removeprefix("torch.")
+        identity = {"window": window, "dtype": dtype, "shards": self.windows.digest}
         self._progress = Progress(self.order, least, identity)
         self._passes = 0  # number of the latest one
 
@@ -151,6 +156,7 @@ class TokenShards:
         return share - share % self.batch_size if self.order.drop_last else share
 
     def _begin(self, empty: Empty, group: int) -> Iterator[Batch]:
+        self.windows.check()
         share = self._progress.begin()
         self._passes += 1
         begin = self._progress.epoch, self._progress.position
@@ -182,28 +188,24 @@ def host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None and world_size is None:
         return rank_and_world()
-    if not (_is_int(rank) and _is_int(world_size) and 0 <= rank < world_size):
+    if not (is_integer(rank) and is_integer(world_size) and 0 <= rank < world_size):
         raise ValueError(
             f"rank={rank!r}, world_size={world_size!r}: give both, rank from 0 to world_size - 1, or neither "
             "to take the process group's"
         )
-    return rank, world_size
+    return int(rank), int(world_size)
 
 
 def _check(window: Any, batch_size: Any, seed: Any, shuffle: Any, drop_last: Any, pack: Any) -> None:
     for name, value in (("window", window), ("batch_size", batch_size)):
-        if not _is_int(value) or value < 1:
+        if not is_integer(value) or value < 1:
             raise ValueError(f"{name}={value!r}: it is an integer of at least 1")
-    if batch_size * (window + 1) >= 2**31:
+    if int(batch_size) * (int(window) + 1) >= 2**31:
         raise ValueError(f"batch_size={batch_size} x window={window}: a batch has fewer than 2**31 tokens")
-    if not _is_int(seed):
+    if not is_integer(seed):
         raise ValueError(f"seed={seed!r}: it is an integer, the same on every rank")
     for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r}: use True or False")
     if pack not in ("windows", "documents"):
         raise ValueError(f"pack={pack!r}: use 'windows' or 'documents'")
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

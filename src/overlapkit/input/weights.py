@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from overlapkit.input.integers import is_integer
 from overlapkit.input.order import mix
 
 Weights = Mapping[str, float]
@@ -14,7 +15,7 @@ Place = tuple[int, int]
 """An epoch, and how many samples of it all ranks together have taken."""
 
 _KEPT = 1000
-"""Changes that are remembered; nobody stands further behind the latest than what is read ahead."""
+"""Changes that are remembered behind a reader: no loop stands more of them back than it reads ahead."""
 
 
 class Plan:
@@ -44,7 +45,9 @@ class Plan:
             ValueError: It is damaged.
         """
         try:
-            places = [(int(epoch), int(samples)) for epoch, samples, *_ in state]
+            places = [(epoch, samples) for epoch, samples, *_ in state]
+            if not all(is_integer(number) for place in places for number in place):
+                raise ValueError("a place is two integers")
             weights = [dict(zip(names, rest, strict=True)) for _, _, *rest in state]
             plan = cls(names, weights[0])
             plan._weights = [plan._checked(step) for step in weights]
@@ -59,12 +62,13 @@ class Plan:
         """The weights in force at a place."""
         return dict(zip(self._names, self._weights[self._index(place)], strict=True))
 
-    def set(self, place: Place, weights: Weights) -> None:
-        """Let these be in force from a place on, instead of what was to come."""
+    def set(self, place: Place, weights: Weights, reached: Place) -> None:
+        """From a place on let these be in force, not what was to come; `reached` is where a reader is."""
         checked = self._checked(weights)
         kept = bisect_left(self._places, place)
         self._places[kept:], self._weights[kept:] = [place], [checked]
-        del self._places[:-_KEPT], self._weights[:-_KEPT]
+        past = max(0, self._index(reached) - _KEPT)
+        del self._places[:past], self._weights[:past]
 
     def choose(self, seed: int, epoch: int, start: int, stop: int) -> np.ndarray:
         """The number of the source that each sample from `start` to `stop` of an epoch comes from, int64."""
@@ -85,6 +89,13 @@ class Plan:
         steps = zip(self._places[first:], self._weights[first:], strict=True)
         return [[*begin, *weights] for begin, weights in steps]
 
+    def ahead(self, place: Place) -> list[tuple[Place, dict[str, float]]]:
+        """The weights in force at a place and those to come, each with where they begin from there on."""
+        return [
+            (max(place, (epoch, samples)), dict(zip(self._names, weights, strict=True)))
+            for epoch, samples, *weights in self.state(place)
+        ]
+
     def _index(self, place: Place) -> int:
         return max(0, bisect_right(self._places, place) - 1)
 
@@ -97,7 +108,8 @@ class Plan:
                 "0 where nothing is to be drawn"
             )
         for name, weight in weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e300:
+            plain = weight.item() if isinstance(weight, np.generic) else weight
+            if isinstance(plain, bool) or not isinstance(plain, int | float) or not 0 <= plain < 1e300:
                 raise ValueError(f"weights[{name!r}]={weight!r}: a weight is a finite number from 0 on")
         if not any(weights.values()):
             raise ValueError(f"weights={dict(weights)!r}: at least one weight is above 0")
@@ -116,12 +128,12 @@ def _steps(weights: Any) -> list[tuple[int, Any]]:
     if not isinstance(weights, Sequence) or isinstance(weights, str) or not weights:
         raise TypeError(f"weights={weights!r}: give one weight for each source, or [(samples, weights), ...]")
     samples = [step[0] for step in weights if isinstance(step, tuple | list) and len(step) == 2]
-    rising = all(isinstance(count, int) for count in samples) and samples == sorted(set(samples))
+    rising = all(is_integer(count) for count in samples) and samples == sorted(set(samples))
     if len(samples) < len(weights) or not rising or samples[0] != 0:
         raise ValueError(
             f"weights={weights!r}: a schedule is [(0, weights), (samples, weights), ...], rising"
         )
-    return [(count, step) for count, step in weights]
+    return [(int(count), step) for count, step in weights]
 
 
 def _listed(names: Any) -> str:

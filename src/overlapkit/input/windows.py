@@ -11,7 +11,7 @@ import torch
 from overlapkit.input.address_range import map_files
 from overlapkit.input.documents import PackedTokens, write_documents
 from overlapkit.input.landing import Empty
-from overlapkit.input.shards import OFFSETS, Shard, check_offsets
+from overlapkit.input.shards import OFFSETS, Shard, check_offsets, check_unchanged
 
 Batch = torch.Tensor | PackedTokens
 
@@ -44,7 +44,7 @@ class Windows:
     tokens at a shard's end that fill no window are left out.
 
     Args:
-        shards: As `find_shards` returns them.
+        shards: As `find_shards` returns them, with offsets where `documents` needs them.
         window: T, inputs in a window.
         documents: Whether rows tell documents apart.
 
@@ -64,6 +64,7 @@ class Windows:
         self.length = window + 1
         self.dtype = torch.uint16 if size == 2 else torch.uint32
         self.digest = _digest(shards)
+        self._shards = shards
         counts = np.array([max(0, shard.tokens - 1) // window for shard in shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
         self._begins = self._ends - counts
@@ -78,13 +79,24 @@ class Windows:
         offsets_at = [base + shard.offsets_at for base, shard in zip(bases, shards, strict=True)]
         self._first_offset = np.array(offsets_at, dtype=np.int64) // OFFSETS.itemsize
         self.documents = documents
-        self._check_documents(shards)
+        self._document_counts = np.array([shard.documents or 0 for shard in shards], dtype=np.int64)
+        if documents:
+            self._check_documents()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "token shards cannot be copied or pickled: what is mapped has gaps. Open the directory again, in "
             "each process that reads it"
         )
+
+    def check(self) -> None:
+        """Refuse files that were changed since they were opened.
+
+        Raises:
+            ValueError: One was; the message names it.
+        """
+        for shard in self._shards:
+            check_unchanged(shard)
 
     def locate(self, samples: np.ndarray) -> Places:
         """Find windows, int64 (n,), each in [0, count). Thousands at a time are cheap."""
@@ -120,16 +132,14 @@ class Windows:
             assert places.documents is not None
             write_documents(batch, self._offsets, *places.documents)
 
-    def _check_documents(self, shards: Sequence[Shard]) -> None:
-        for shard, first in zip(shards, self._first_offset.tolist(), strict=True):
-            if shard.documents is not None:
-                check_offsets(shard, self._offsets[first : first + shard.documents + 1])
-            elif self.documents:
+    def _check_documents(self) -> None:
+        for shard, first in zip(self._shards, self._first_offset.tolist(), strict=True):
+            if shard.documents is None:
                 raise ValueError(
                     f"{shard.path} has no tensor 'offsets', which pack='documents' needs: use pack='windows' "
                     "or write the shards with write_token_shards()"
                 )
-        self._document_counts = np.array([shard.documents or 0 for shard in shards], dtype=np.int64)
+            check_offsets(shard, self._offsets[first : first + shard.documents + 1])
 
     def _document_of(self, shard: np.ndarray, token: np.ndarray) -> np.ndarray:
         """The last offset at or before each token: a bisection of all at once, over mapped memory."""

@@ -42,12 +42,33 @@ def test_a_list_brings_its_labels(labels):
     assert found.classes is None
 
 
-def test_the_digest_is_of_names_in_their_order_not_of_where_they_lie():
-    digest = find_files(["/here/a.jpg", "/here/b.jpg"], [0, 1]).digest
-    assert digest == find_files(["/there/c/a.jpg", "b.jpg"], [1, 1]).digest
-    assert digest != find_files(["/here/b.jpg", "/here/a.jpg"], [0, 1]).digest
-    assert digest != find_files(["/here/a.jpgb.jpg", ""], [0, 1]).digest
-    assert find_files(["\udce9.jpg"], [0]).digest  # a name that is no UTF-8
+def test_a_link_to_a_folder_above_repeats_nothing(tmp_path):
+    touch(tmp_path, "root/a/deep/x.jpg", "root/b/y.jpg", "beside/z.jpg")
+    (tmp_path / "root/a/self").symlink_to(tmp_path / "root/a")
+    (tmp_path / "root/a/deep/up").symlink_to(tmp_path / "root")
+    (tmp_path / "root/a/above").symlink_to(tmp_path)
+    (tmp_path / "root/b/c").symlink_to(tmp_path / "beside")
+    (tmp_path / "beside/back").symlink_to(tmp_path / "root/b")
+    found = find_files(tmp_path / "root", None)
+    names = [str(Path(path).relative_to(tmp_path / "root")) for path in found.paths]
+    assert names == ["a/deep/x.jpg", "b/y.jpg", "b/c/z.jpg"]
+    assert found.labels.tolist() == [0, 1, 1]
+
+
+def digest_of(*paths: str) -> str:
+    return find_files(paths, [0] * len(paths)).digest
+
+
+def test_the_digest_is_of_names_in_their_order_wherever_their_folder_lies():
+    digest = digest_of("/here/a/1.jpg", "/here/b/1.jpg")
+    assert digest == digest_of("/there/c/a/1.jpg", "/there/c/b/1.jpg") == digest_of("a/1.jpg", "b/1.jpg")
+    assert digest != digest_of("/here/b/1.jpg", "/here/a/1.jpg")
+    assert digest != digest_of("/here/a/1.jpg", "/here/bc/1.jpg")
+    assert digest_of("/here/alone.jpg") == digest_of("alone.jpg") != digest_of("other.jpg")
+    assert digest_of("/here/train1.jpg", "/here/train2.jpg") != digest_of("/here/1.jpg", "/here/2.jpg")
+    assert digest_of("/there/a.jpg", "b.jpg") == digest_of("/there/a.jpg", "b.jpg")
+    assert digest_of("a.jpgb.jpg") != digest_of("a.jpg", "b.jpg")
+    assert digest_of("\udce9.jpg")  # a name that is no UTF-8
 
 
 @pytest.mark.parametrize(
@@ -60,6 +81,7 @@ def test_the_digest_is_of_names_in_their_order_not_of_where_they_lie():
         ("{tmp}/partly", None, FileNotFoundError, "no images in b of .*end in .jpg"),
         ("{tmp}/full", [0], ValueError, "labels were given beside the folder"),
         ([], [], ValueError, "empty list of files"),
+        (["a.jpg", ""], [0, 1], ValueError, r"source\[1\] is an empty name"),
         (["a.jpg"], None, ValueError, "labels=None"),
         (["a.jpg", "b.jpg"], [0], ValueError, r"labels has shape \(1,\), there are 2 files"),
         (["a.jpg"], [[0]], ValueError, r"labels has shape \(1, 1\)"),

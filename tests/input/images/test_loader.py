@@ -2,14 +2,19 @@
 
 import gc
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +23,7 @@ import torch
 from overlapkit.input import DeviceLoader, images
 from overlapkit.input.images import loader as loader_module
 from overlapkit.input.images.engine import Engine
+from tests.input.images.photos import write_photos
 
 pytest.importorskip("nvidia.dali", reason="needs DALI (extra images)")
 
@@ -146,6 +152,27 @@ def test_a_device_loader_resumes_it(make, depth, stop):
     again.close()
 
 
+def test_a_device_loader_goes_on_at_another_number_of_ranks(make):
+    """4, then 3 ranks: together they see the epoch of one."""
+    whole = list(make(1, drop_last=False))
+    seen, state = [], None
+    for world, batches in ((4, 2), (3, 4)):
+        ranks = [
+            DeviceLoader(make(2, rank=rank, world_size=world, drop_last=False), "cpu")
+            for rank in range(world)
+        ]
+        if state is not None:
+            for rank in ranks:
+                rank.load_state_dict(state)
+        dealt = [list(islice(rank, batches)) for rank in ranks]
+        for step in zip(*dealt, strict=True):
+            seen += [(x[row : row + 1], y[row : row + 1]) for row in range(2) for x, y in step]
+        state = ranks[0].state_dict()
+        for rank in ranks:
+            rank.close()
+    assert same(seen, whole)
+
+
 def test_torchdata_nodes_resume_it(make):
     nodes = pytest.importorskip("torchdata.nodes", reason="needs torchdata (extra data)")
 
@@ -263,16 +290,33 @@ def test_a_forgotten_loader_ends_its_threads(make, photos):
     assert len(os.listdir("/proc/self/task")) <= before
 
 
-def test_early_breaks_leave_no_thread_and_no_descriptor(make):
+def open_things() -> list[int]:
+    gc.collect()  # cycles, and what earlier tests left
+    return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
+
+
+def fall_back_to(before: list[int]) -> bool:
+    """Whether no more is open than before, in the end: a joined thread is listed for a moment more."""
+    end = time.monotonic() + 20
+    while open_things() != before and time.monotonic() < end:
+        time.sleep(0.01)
+    return open_things() == before
+
+
+@pytest.mark.parametrize("through", [nullcontext, lambda loader: closing(DeviceLoader(loader, "cpu"))])
+def test_early_breaks_leave_no_thread_and_no_descriptor(make, through):
     loader = make()
 
-    def leave_early(times: int) -> list[int]:
-        for _ in range(times):
-            next(iter(loader))
-        gc.collect()  # cycles, and what earlier tests left
-        return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")]
+    def leave_early(times: int) -> None:
+        with through(loader) as batches:
+            for _ in range(times):
+                assert len(list(islice(batches, 2))) == 2
 
-    assert leave_early(3) == leave_early(40)
+    leave_early(3)
+    time.sleep(0.2)
+    before = open_things()
+    leave_early(20)
+    assert fall_back_to(before)
 
 
 @pytest.mark.parametrize("body", ["pass", "batches = iter(loader); next(batches)"])
@@ -288,12 +332,52 @@ def test_a_script_that_ends_in_the_middle_ends_well(photos, body):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_where_images_are_decoded_is_said_once(make, caplog):
-    loader_module._say_where.cache_clear()
-    with caplog.at_level(logging.INFO, "overlapkit"):
-        make()
-        make()
-    assert [record.message for record in caplog.records] == ["images are decoded on the CPU"]
+def test_a_forked_child_is_told_to_make_its_own(make):
+    """None of DALI's threads are in it: it would wait for them for ever."""
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+
+    def child(results: Any) -> None:
+        for use in (lambda: next(iter(loader)), lambda: next(batches)):
+            try:
+                use()
+            except RuntimeError as error:
+                results.put(str(error))
+        loader.close()
+        results.put("closed")
+
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=child, args=(results,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads: that is the question
+        process.start()
+    process.join(30)
+    hung = process.is_alive()
+    process.kill()
+    assert not hung
+    said = [results.get() for _ in range(3)]
+    assert said[2] == "closed"
+    assert all(f"made in process {os.getpid()}, before the fork" in text for text in said[:2])
+    assert len(list(make())) == 6
+
+
+def test_the_first_damaged_files_are_named_and_more_of_them_counted(tmp_path, make, monkeypatch, caplog):
+    monkeypatch.setattr(loader_module, "_NAMED", 2)
+    paths = write_photos(tmp_path, 20)
+    for path in paths[:5]:
+        Path(path).write_bytes(b"")
+    loader = images.eval_loader(paths, [0] * 20, 4, size=16, on_error="skip")
+    with caplog.at_level(logging.WARNING, "overlapkit"):
+        epochs(loader, 2)
+    loader.close()
+    assert [record.message for record in caplog.records] == [
+        f"cannot decode {paths[0]!r} (empty): another file takes its place",
+        f"cannot decode {paths[1]!r} (empty): another file takes its place",
+        "cannot decode 4 files so far: `skipped` names them",
+    ]
+    assert loader.skipped == dict.fromkeys(paths[:5], 2)
 
 
 @pytest.mark.gpu

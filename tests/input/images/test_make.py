@@ -1,6 +1,7 @@
 """What the two functions refuse, before anything starts; and that a missing DALI is named."""
 
 import importlib.util
+import logging
 import sys
 import threading
 from typing import Any
@@ -29,11 +30,16 @@ BOTH = [images.train_loader, images.eval_loader]
         ({"dtype": "float32"}, "dtype='float32'"),
         ({"layout": "HWC"}, "layout='HWC': use 'NCHW' or 'NHWC'"),
         ({"mean": (0.5,)}, r"mean=\(0.5,\): give one number for each"),
+        ({"mean": 0.5}, "mean=0.5: give one number for each"),
+        ({"mean": ("a", "b", "c")}, "mean=.*give one number for each"),
         ({"std": (0.5, 0.5, 0.0)}, "std=.*above 0"),
+        ({"std": (float("nan"),) * 3}, "std=.*give one number for each"),
+        ({"std": ("1", "2", "3")}, "std=.*give one number for each"),
         ({"on_error": "ignore"}, "on_error='ignore': use 'raise' or 'skip'"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"rank": 1}, "rank=1, world_size=None: give both"),
         ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
+        ({"rank": True, "world_size": 2}, "rank=True, world_size=2"),
     ],
 )
 def test_an_argument_out_of_range_is_named(
@@ -43,6 +49,15 @@ def test_an_argument_out_of_range_is_named(
     with pytest.raises(ValueError, match=message):
         kind(photos, None, **{"batch_size": 4, **options})
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"seed": "abc"}, "seed='abc'"), ({"drop_last": "no"}, "drop_last='no'"), ({"flip": True}, "flip=True")],
+)
+def test_an_argument_of_training_out_of_range_is_named(photos, options, message):
+    with pytest.raises(ValueError, match=message):
+        images.train_loader(photos, None, 4, **options)
 
 
 @pytest.mark.parametrize("short_side", [223, 300.0])
@@ -70,6 +85,17 @@ def test_ranks_come_from_the_process_group(photos, monkeypatch):
     assert len(loader) == 2
     assert next(iter(loader))[1].tolist() == [0, 0, 0, 1, 1]  # files 3, 7, 11, 15, 19
     loader.close()
+
+
+def test_where_images_are_decoded_is_said_once_and_to_whom_did_not_say(photos, caplog):
+    make._say_where.cache_clear()
+    told: list[str] = []
+    with caplog.at_level(logging.INFO, "overlapkit"):
+        for device in ("cpu", None, None):
+            images.train_loader(photos, None, 4, size=8, device=device).close()
+            told.append(",".join(record.message for record in caplog.records))
+    where = "by the GPU" if torch.accelerator.is_available() else "on the CPU"
+    assert told == ["", f"images are decoded {where}", f"images are decoded {where}"]
 
 
 def test_threads_are_this_ranks_part_of_the_cores(monkeypatch):

@@ -19,7 +19,7 @@ from overlapkit.input.images.job import Job
 class Crop(Protocol):
     """What is cut out of an image."""
 
-    substitutes: ClassVar[bool]  # another file takes the place of a damaged one; else it is black, IGNORED
+    substitutes: ClassVar[bool]  # what takes the place of a damaged file is counted as itself; else IGNORED
 
     @property
     def size(self) -> int:
@@ -56,13 +56,6 @@ class Recipe:
     layout: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
-
-    def black(self) -> torch.Tensor:
-        """A batch of one black image."""
-        pixel = -torch.tensor(self.mean) / torch.tensor(self.std)
-        pixel = pixel.to(self.device, self.dtype).view(1, 1, 1, 3)
-        image = pixel.expand(1, self.crop.size, self.crop.size, 3)
-        return image if self.layout == "NHWC" else image.permute(0, 3, 1, 2)
 
 
 class Engine:

@@ -1,9 +1,10 @@
 """Which files there are, and the class of each: a folder of class folders, or a list with labels."""
 
+import hashlib
 import os
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,20 @@ class Files:
         paths: As they will be opened.
         labels: int64 (n,).
         classes: Names of the classes, by label, where they came from a folder.
-        digest: Of the names without their folders: a state means a place in this list.
+        digest: Of the names: a state means a place in this list.
     """
 
     paths: list[str]
     labels: np.ndarray
     classes: list[str] | None
 
-    @property
-    def digest(self) -> int:
-        """A checksum of the names in their order, whatever folder they lie in."""
-        return zlib.crc32("\0".join(map(os.path.basename, self.paths)).encode(errors="surrogateescape"))
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the names in their order, from the folder on that all of them lie in: that may move."""
+        shared = os.path.commonprefix([min(self.paths), max(self.paths)])  # and so by all between them
+        start = shared.rfind(os.sep) + 1
+        names = "\0".join(path[start:] for path in self.paths)
+        return hashlib.blake2b(names.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def find_files(source: Any, labels: Any) -> Files:
@@ -73,6 +77,8 @@ def find_files(source: Any, labels: Any) -> Files:
     paths = [os.fspath(path) for path in source]
     if not paths:
         raise ValueError("source is an empty list of files: there is nothing to read")
+    if "" in paths:
+        raise ValueError(f"source[{paths.index('')}] is an empty name: give the path of a file")
     return Files(paths, _as_labels(labels, len(paths)), None)
 
 
@@ -85,7 +91,8 @@ def _from_folder(root: Path) -> Files:
             f"source={str(root)!r} has no folders in it: images of class C belong in {root}/C/. "
             "For images without class folders give a list of files, and labels="
         )
-    found = [_images_in(os.path.join(root, name)) for name in classes]
+    above = {_identity(folder) for folder in (root, *root.resolve().parents)}
+    found = [_images_in(os.path.join(root, name), above) for name in classes]
     if empty := [name for name, paths in zip(classes, found, strict=True) if not paths]:
         raise FileNotFoundError(
             f"no images in {', '.join(empty[:5])} of {str(root)!r}: remove what is no class. "
@@ -95,14 +102,31 @@ def _from_folder(root: Path) -> Files:
     return Files([path for paths in found for path in paths], labels, classes)
 
 
-def _images_in(folder: str) -> list[str]:
+def _images_in(folder: str, above: set[tuple[int, int]]) -> list[str]:
     """The images below a folder: by folder, then by name."""
     return [
         os.path.join(at, name)
-        for at, _, names in sorted(os.walk(folder, followlinks=True))
+        for at, names in sorted(_folders(folder, above))
         for name in sorted(names)
         if name.lower().endswith(tuple(SUFFIXES))
     ]
+
+
+def _folders(folder: str, above: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those below it, with their files; links are followed, but to no folder a second time."""
+    seen = set(above)
+    for at, below, names in os.walk(folder, followlinks=True):
+        if (identity := _identity(at)) in seen:
+            below.clear()
+            continue
+        seen.add(identity)
+        below.sort()  # which of two ways to a folder is taken must not depend on the file system
+        yield at, names
+
+
+def _identity(folder: str | Path) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
 
 
 def _as_labels(labels: Any, count: int) -> np.ndarray:

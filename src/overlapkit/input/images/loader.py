@@ -1,14 +1,15 @@
 """ImageLoader: images decoded ahead by DALI, in an order and with random crops that are ours to resume."""
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 
 from overlapkit.input.images.engine import Recipe
+from overlapkit.input.images.one_by_one import describe
 from overlapkit.input.images.schedule import Schedule
 from overlapkit.input.images.supply import Supply
 from overlapkit.input.progress import Progress
@@ -16,6 +17,9 @@ from overlapkit.lane import Lane, Ticket
 
 PATIENCE_S = 120.0
 """How long the first pass waits for DALI to be imported and set up, and `close` for that to end."""
+
+_NAMED = 10
+"""Damaged files of which each is logged; more of them are counted."""
 
 
 class ImageLoader:
@@ -29,6 +33,14 @@ class ImageLoader:
     and each random crop is a function of (seed, epoch, file): on the CPU a resumed run goes on bitwise, and
     at another number of ranks all ranks together go on with the same images.
 
+    ```python
+    for x, y in ok.DeviceLoader(loader):  # moved to the device, and resumed by DeviceLoader's own state
+        ...
+    nodes.Loader(nodes.Prefetcher(nodes.IterableWrapper(loader), 2))  # in torchdata, likewise
+    ```
+
+    A process that is forked off has none of DALI's threads: make the loader there.
+
     Args:
         recipe: How an image is made.
         schedule: Which batches there are.
@@ -41,7 +53,8 @@ class ImageLoader:
         batch_size: Images in a batch; the last one of an epoch may hold fewer.
         classes: Names of the classes, by label, where they came from a folder; else None.
         device: Where images are decoded and handed over.
-        skipped: Damaged files, and how often each was left out of a batch that was handed over.
+        skipped: Damaged files, and how often each was left out of a batch that was handed over; the first
+            ones are logged, too.
     """
 
     def __init__(
@@ -55,11 +68,11 @@ class ImageLoader:
         least = batch_size if schedule.order.drop_last else 1
         self._progress = Progress(schedule.order, least, {"files": recipe.files.digest})
         self._passes = 0
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # a reader that was left behind may still be in `take`
         self._supply = supply = Supply(recipe, batch_size, threads, prefetch, skip)
         self._lane = Lane("images", kind="thread")
         self._started: Ticket[None] | None = self._lane.submit(lambda: supply.begin(schedule.jobs(0, 0)))
-        _say_where(recipe.device.type)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Begin an epoch, or the rest of the one that a loaded state stands in.
@@ -69,8 +82,10 @@ class ImageLoader:
             on `device`, and the caller's to keep.
 
         Raises:
-            RuntimeError: Files cannot be decoded, and are named; with on_error="raise".
+            RuntimeError: Files cannot be decoded, and are named, with on_error="raise"; or this is another
+                process than the one that made the loader.
         """
+        self._refuse_fork()
         self._finish_start()
         with self._lock:
             self._passes += 1
@@ -117,6 +132,8 @@ class ImageLoader:
 
     def close(self) -> None:
         """Let go of DALI's pipelines and threads. The loader can be used again."""
+        if self._pid != os.getpid():
+            return  # they are the parent's
         try:
             self._finish_start()
         finally:
@@ -138,14 +155,31 @@ class ImageLoader:
     def _run(self, number: int, position: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         taken, batches = 0, self._schedule.batches(position)
         for left in range(batches - 1, -1, -1):
+            self._refuse_fork()
             with self._lock:
                 self._refuse_old(number)
                 job, images = self._supply.take()
                 taken += len(job.samples)
                 self._progress.take(taken) if left else self._progress.finish()
-                for name in job.skipped:
-                    self.skipped[name] = self.skipped.get(name, 0) + 1
+                for path in job.skipped:
+                    self._note(path)
             yield images, torch.from_numpy(job.labels).to(self.device, non_blocking=True)
+
+    def _note(self, path: str) -> None:
+        new = path not in self.skipped
+        self.skipped[path] = self.skipped.get(path, 0) + 1
+        count, log = len(self.skipped), logging.getLogger(__name__)
+        if new and count <= _NAMED:
+            log.warning("cannot decode %s: another file takes its place", describe(path))
+        elif new and count.bit_count() == 1:  # at each power of two
+            log.warning("cannot decode %d files so far: `skipped` names them", count)
+
+    def _refuse_fork(self) -> None:
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"this image loader was made in process {self._pid}, before the fork; a forked child has "
+                "none of DALI's threads: make the loader here"
+            )
 
     def _refuse_old(self, number: int) -> None:
         if number != self._passes:
@@ -153,9 +187,3 @@ class ImageLoader:
                 "this iterator became useless when a newer one was made, or the loader was closed: there "
                 "is one iterator at a time. Make a second loader for nested loops"
             )
-
-
-@cache
-def _say_where(kind: str) -> None:
-    where = "by the GPU" if kind == "cuda" else "on the CPU"
-    logging.getLogger(__name__).info("images are decoded %s", where)

@@ -1,26 +1,36 @@
 """train_loader and eval_loader: what a user writes, checked before anything starts."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
 
 from overlapkit.device import as_device, rank_and_world
 from overlapkit.extras import require
+from overlapkit.input.images.arguments import (
+    as_count,
+    as_rank,
+    as_seed,
+    check_choice,
+    check_crop,
+    check_output,
+    per_channel,
+)
 from overlapkit.input.images.centre_crop import CentreCrop
 from overlapkit.input.images.engine import Crop, Recipe
 from overlapkit.input.images.files import Files, find_files
 from overlapkit.input.images.loader import ImageLoader
-from overlapkit.input.images.random_crop import RandomCrop, check_crop
+from overlapkit.input.images.random_crop import RandomCrop
 from overlapkit.input.images.schedule import Schedule
+from overlapkit.input.integers import is_integer
 from overlapkit.input.order import Order
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-
-_DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 
 def train_loader(
@@ -93,7 +103,8 @@ def train_loader(
     """
     _require_dali()
     check_crop(scale, ratio, flip)
-    _check_count("size", size)
+    check_choice("drop_last", drop_last)
+    size, seed = as_count("size", size), as_seed(seed)
     crop = RandomCrop(size, scale, ratio, flip, seed)
     files = find_files(source, labels)
     recipe = _recipe(files, crop, device, dtype, layout, mean, std)
@@ -140,8 +151,8 @@ def eval_loader(
         std: As for `train_loader`.
         dtype: As for `train_loader`.
         layout: As for `train_loader`.
-        on_error: "raise" names files that cannot be read or decoded; "skip" leaves their places black and
-            labelled -100, and notes them in `skipped`.
+        on_error: "raise" names files that cannot be read or decoded; "skip" lets the next file in the
+            list that can be take their place, labelled -100, and notes them in `skipped`.
         threads: As for `train_loader`.
         prefetch: As for `train_loader`.
 
@@ -152,12 +163,12 @@ def eval_loader(
         ValueError: An argument is out of range.
     """
     _require_dali()
-    _check_count("size", size)
+    size = as_count("size", size)
     short_side = round(size / 0.875) if short_side is None else short_side
-    if not isinstance(short_side, int) or short_side < size:
+    if not is_integer(short_side) or short_side < size:
         raise ValueError(f"short_side={short_side!r}: an integer of at least size={size}, or None")
     files = find_files(source, labels)
-    recipe = _recipe(files, CentreCrop(size, short_side), device, dtype, layout, mean, std)
+    recipe = _recipe(files, CentreCrop(size, int(short_side)), device, dtype, layout, mean, std)
     order = Order(len(files.paths), *_rank(rank, world_size), 0, False, False)
     return _loader(recipe, order, batch_size, threads, prefetch, on_error)
 
@@ -165,10 +176,8 @@ def eval_loader(
 def _loader(
     recipe: Recipe, order: Order, batch_size: int, threads: int | None, prefetch: int, on_error: str
 ) -> ImageLoader:
-    _check_count("batch_size", batch_size)
-    _check_count("prefetch", prefetch)
-    if threads is not None:
-        _check_count("threads", threads)
+    batch_size, prefetch = as_count("batch_size", batch_size), as_count("prefetch", prefetch)
+    threads = _own_cores() if threads is None else as_count("threads", threads)
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error={on_error!r}: use 'raise' or 'skip'")
     schedule = Schedule(order, recipe.files.labels, recipe.crop, batch_size)
@@ -177,7 +186,7 @@ def _loader(
             f"batch_size={batch_size} on {order.world} rank(s): {order.size} files make no whole batch. Use "
             "a smaller batch_size, or drop_last=False"
         )
-    return ImageLoader(recipe, schedule, batch_size, threads or _own_cores(), prefetch, on_error == "skip")
+    return ImageLoader(recipe, schedule, batch_size, threads, prefetch, on_error == "skip")
 
 
 def _recipe(
@@ -189,34 +198,21 @@ def _recipe(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> Recipe:
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r}: use torch.float32, torch.float16 or torch.bfloat16")
-    if layout not in ("NCHW", "NHWC"):
-        raise ValueError(f"layout={layout!r}: use 'NCHW' or 'NHWC'")
-    for name, value in (("mean", mean), ("std", std)):
-        if len(value) != 3:
-            raise ValueError(f"{name}={value!r}: give one number for each of red, green and blue")
-    if min(std) <= 0:
-        raise ValueError(f"std={std!r}: pixels are divided by it, so it is above 0")
-    return Recipe(files, crop, as_device(device), dtype, layout, tuple(mean), tuple(std))
+    check_output(dtype, layout)
+    of_mean, of_std = per_channel("mean", mean), per_channel("std", std)
+    where = as_device(device)
+    if device is None:
+        _say_where(where.type)
+    return Recipe(files, crop, where, dtype, layout, of_mean, of_std)
 
 
 def _rank(rank: int | None, world: int | None) -> tuple[int, int]:
-    if rank is None and world is None:
-        return rank_and_world()
-    if not isinstance(rank, int) or not isinstance(world, int) or not 0 <= rank < world:
-        raise ValueError(f"rank={rank!r}, world_size={world!r}: give both, 0 <= rank < world_size, or none")
-    return rank, world
+    return rank_and_world() if rank is None and world is None else as_rank(rank, world)
 
 
 def _own_cores() -> int:
     """The cores that this process may use, shared with the node's other ranks."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r}: give an integer of at least 1")
 
 
 def _require_dali() -> None:
@@ -227,3 +223,9 @@ def _require_dali() -> None:
         found = None
     if found is None:
         require("nvidia.dali", "images")
+
+
+@cache
+def _say_where(kind: str) -> None:
+    where = "by the GPU" if kind == "cuda" else "on the CPU"
+    logging.getLogger(__name__).info("images are decoded %s", where)

@@ -1,6 +1,5 @@
 """The training crop: a window of random area and aspect, resized, perhaps flipped."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -94,18 +93,3 @@ class RandomCrop:
         broad = np.minimum(width, np.rint(height * self.ratio[1]).astype(np.int64))
         largest: np.ndarray = np.maximum(np.stack([tall, broad], axis=1), 1)
         return largest
-
-
-def check_crop(scale: Any, ratio: Any, flip: Any) -> None:
-    """Refuse what is no range, and no probability.
-
-    Raises:
-        ValueError: It is not.
-    """
-    for name, value, limit in (("scale", scale, 1.0), ("ratio", ratio, math.inf)):
-        pair = isinstance(value, tuple | list) and len(value) == 2
-        if not pair or not 0 < value[0] <= value[1] <= limit:
-            bound = " <= 1" if limit == 1 else ""
-            raise ValueError(f"{name}={value!r}: give (low, high) with 0 < low <= high{bound}")
-    if not isinstance(flip, int | float) or not 0 <= flip <= 1:
-        raise ValueError(f"flip={flip!r}: a probability lies between 0 and 1")

@@ -16,8 +16,8 @@ class Schedule:
     """Cuts this rank's share of an order into batches.
 
     Every rank has equally many batches, of equal sizes; with the order's `drop_last` whole ones only. With
-    `shuffle` a sample that is dealt a second time
-    to make ranks even counts like any other; without, it is labelled IGNORED.
+    `shuffle` a sample that is dealt a second time to make ranks even counts like any other; without, it is
+    labelled IGNORED.
 
     Args:
         order: Who takes which file when.

@@ -6,13 +6,12 @@ DALI names no file when one cannot be decoded: it fails the whole batch, and eve
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 
 from overlapkit.input.images.engine import Engine, Recipe
 from overlapkit.input.images.job import Job
-from overlapkit.input.images.one_by_one import OneByOne
+from overlapkit.input.images.one_by_one import OneByOne, describe
 
 
 class Supply:
@@ -36,7 +35,9 @@ class Supply:
         self._shape = batch_size, threads, ahead
         self._skip = skip
         self._jobs: Iterator[Job] = iter(())
+        self._pending: deque[Job] = deque()  # those that were under way when a damaged file was found
         self._engine: Engine | None = None
+        self._one_by_one = OneByOne(recipe)
         self._suspects: deque[Job] = deque()
         self._failure: Exception | None = None
 
@@ -51,6 +52,7 @@ class Supply:
         with self._whole_or_closed():
             self._jobs = jobs
             self._suspects.clear()
+            self._pending.clear()
             try:
                 if self._engine is not None:
                     self._engine.drain()
@@ -79,7 +81,9 @@ class Supply:
     def close(self) -> None:
         """Throw away what is under way, and the pipelines."""
         self._engine = None
+        self._one_by_one.close()
         self._suspects.clear()
+        self._pending.clear()
         self._jobs = iter(())
 
     @contextmanager
@@ -94,11 +98,15 @@ class Supply:
     def _fill(self) -> None:
         if self._engine is None:
             self._engine = Engine(self._recipe, *self._shape)
-        try:
-            while not self._engine.full:
-                self._engine.push(next(self._jobs))
-        except Exception as error:
-            self._suspect(error)
+        while not self._engine.full:
+            job = self._pending.popleft() if self._pending else next(self._jobs)
+            if self._skip:
+                self._one_by_one.mend(job)  # else it would fail all that is under way, each time it comes
+            try:
+                self._engine.push(job)
+            except Exception as error:
+                self._suspect(error)
+                return
 
     def _suspect(self, failure: Exception) -> None:
         """One of the batches under way is damaged; DALI does not say which."""
@@ -108,15 +116,15 @@ class Supply:
 
     def _take_suspect(self) -> tuple[Job, torch.Tensor]:
         job = self._suspects.popleft()
-        images, damaged = OneByOne(self._recipe).make(job)
+        images, damaged = self._one_by_one.make(job)
         if damaged and not self._skip:
             raise RuntimeError(
                 f"cannot decode {_listed(damaged)}. Take what is damaged out of the data set, or "
                 "let something else take its place with on_error='skip'"
             ) from self._failure
         if damaged:
-            self._jobs = chain(self._suspects, self._jobs)
-            self._suspects = deque()
+            self._pending.extendleft(reversed(self._suspects))
+            self._suspects.clear()
             self._fill()
         elif not self._suspects:
             raise RuntimeError(
@@ -125,6 +133,6 @@ class Supply:
         return job, images
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+def _listed(paths: list[str]) -> str:
+    shown = ", ".join(map(describe, paths[:8]))
+    return shown if len(paths) <= 8 else f"{shown} and {len(paths) - 8} more"
