@@ -176,6 +176,6 @@ def _sums(entry: dict[str, Any], file: dict[str, Any], blocks: int) -> list[Any]
     if "crc32" in entry:
         return list(entry["crc32"])
     first, row = entry["sum"], file["sums"]
-    if (first + blocks) * WIDTH > len(row):
+    if first < 0 or (first + blocks) * WIDTH > len(row):
         return []
     return [row[place * WIDTH : (place + 1) * WIDTH] for place in range(first, first + blocks)]
