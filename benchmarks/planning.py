@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from overlapkit.checkpoint.catalog import Catalog
 from overlapkit.checkpoint.codec import dump
 from overlapkit.checkpoint.commit import commit
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.manifest import read_manifest
 from overlapkit.checkpoint.match import make_plan, writers_of
 from overlapkit.checkpoint.planner import Planner
-from overlapkit.checkpoint.reader import Catalog
 from overlapkit.checkpoint.writer import held, write_share
 from overlapkit.lane import Lane
 

@@ -226,6 +226,7 @@ def test_help_does_not_wait_for_torch():
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
     assert "export" in done.stdout
+    assert "Exit status: 0" in done.stdout
     assert done.stdout.splitlines()[-1] == "False"
 
 

@@ -14,7 +14,11 @@ from typing import Annotated, Any
 import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-checkpoint = typer.Typer(no_args_is_help=True, help="Look at, check, compare and convert checkpoints.")
+checkpoint = typer.Typer(
+    no_args_is_help=True,
+    help="Look at, check, compare and convert checkpoints.",
+    epilog="Exit status: 0 all is well, 1 damaged or different (or it failed), 2 wrong usage.",
+)
 app.add_typer(checkpoint, name="checkpoint")
 
 Where = Annotated[

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import overlapkit.checkpoint.planner as planner_module
-from overlapkit.checkpoint import Checkpointer
+from overlapkit.checkpoint import Checkpointer, MismatchError
 from overlapkit.checkpoint.codec import root
 from overlapkit.checkpoint.planner import Planner
 from overlapkit.lane import Lane
@@ -191,6 +191,25 @@ def test_every_change_between_saves_is_noticed(tmp_path, change, stage):
         assert torch.equal(other["loose"], state["loose"])
 
 
+def test_a_parameter_that_moves_to_another_group_is_noticed(tmp_path):
+    """The same tensors, the same states; only the part's JSON tells."""
+
+    def build_two():
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
+        return {"model": model, "optimizer": torch.optim.SGD(groups, lr=0.1)}
+
+    state = build_two()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        groups = state["optimizer"].param_groups
+        groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+        checkpointer.save(2, state, block=True)
+        checkpointer.restore(build_two(), 1)
+        with pytest.raises(MismatchError, match="other groups"):
+            checkpointer.restore(build_two(), 2)
+
+
 @pytest.mark.parametrize("change", ["one_datum", "moment_data"])
 def test_data_of_a_tensor_that_is_no_witness_is_followed(tmp_path, monkeypatch, plans, change):
     """With thousands of tensors most are looked at on the lane only: here none is in the save."""
@@ -202,6 +221,21 @@ def test_data_of_a_tensor_that_is_no_witness_is_followed(tmp_path, monkeypatch, 
             checkpointer.save(step, state, block=True)
             check(tmp_path, step, truth(state))
             CHANGES[change](state)
+    assert len(plans) == 1
+
+
+def test_followed_data_is_not_lost_when_the_file_is_laid_out_anew(tmp_path, monkeypatch, plans):
+    monkeypatch.setattr("overlapkit.checkpoint.late.WITNESSES", 1)
+    state = build()
+    train(state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        one_datum(state)
+        checkpointer.save(2, state, block=True)
+        longer_loose(state)
+        for step in (3, 4):
+            checkpointer.save(step, state, block=True)
+            check(tmp_path, step, truth(state))
     assert len(plans) == 1
 
 

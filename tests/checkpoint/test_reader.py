@@ -8,8 +8,9 @@ import torch
 
 from overlapkit.checkpoint import DamagedCheckpoint
 from overlapkit.checkpoint.box import Box
+from overlapkit.checkpoint.catalog import Chunk, Saved
 from overlapkit.checkpoint.hashing import HASHES
-from overlapkit.checkpoint.reader import Chunk, Reader, Saved, read_boxes, room
+from overlapkit.checkpoint.reader import Reader, read_boxes, room
 from overlapkit.lane import Lane
 
 BLOCK = 104

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -191,12 +192,16 @@ def test_two_threads_take_turns():
         take_turns([lambda number=number: job(number) for number in range(50)], helper)
         assert sorted(ran) == list(range(50))
         take_turns([], helper)
-        done = []
+        ran.clear()
 
         def fails():
-            done.append(1)
+            both.wait()
             raise ValueError("broken")
 
+        def goes_on():
+            both.wait()
+            time.sleep(0.3)  # until the other has failed, and left nothing to do
+
         with pytest.raises(ValueError, match="broken"):
-            take_turns([fails] * 100, helper)
-        assert len(done) <= 2
+            take_turns([fails, goes_on] + [lambda: ran.append(1)] * 50, helper)
+        assert ran == []

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from overlapkit.checkpoint.catalog import Catalog, Saved, saved_tensors
 from overlapkit.checkpoint.codec import decode, join, root, tensor_names
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.manifest import Manifest, read_manifest
-from overlapkit.checkpoint.reader import Catalog, Saved, saved_tensors
 
 _PAIRS = ("dict", "Counter", "OrderedDict")  # typed JSON's mappings that are kept as pairs
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from overlapkit.checkpoint.catalog import Catalog, Saved
 from overlapkit.checkpoint.codec import decode, root
 from overlapkit.checkpoint.contents import entry_leaves, leaves, own_share, tensors_in_order
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.manifest import Manifest, read_manifest
 from overlapkit.checkpoint.progress import Count, Progress
-from overlapkit.checkpoint.reader import Catalog, Reader, Saved
+from overlapkit.checkpoint.reader import Reader
 from overlapkit.checkpoint.slices import SliceReader
 
 _AT_ONCE = 1 << 20  # elements compared at once: what differs is taken out in float64

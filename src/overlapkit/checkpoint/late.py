@@ -66,8 +66,8 @@ class Late:
         self.at_copy = Counters([piece for place, piece in enumerate(pieces) if place not in seen])
         self._all = _Memory(pieces)
         self._witnesses = _Memory([pieces[place] for place in places])
-        self._addresses = self._all.addresses()
-        self._expected = self._witnesses.addresses()
+        self._addresses = list(map(_data_ptr, self.data))  # which may be behind the sources': see `follow`
+        self._expected = [self._addresses[place] for place in places]
 
     def in_place(self) -> bool:
         """Whether the witnesses' memory is where it was."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from overlapkit.checkpoint.box import Box, first_replica, is_dtensor, local_part
+from overlapkit.checkpoint.catalog import Catalog, Saved, Wanted
 from overlapkit.checkpoint.codec import decode, encode, root, tensor_names
 from overlapkit.checkpoint.layout import (
     kind_of,
@@ -22,7 +23,6 @@ from overlapkit.checkpoint.layout import (
     unwrap,
 )
 from overlapkit.checkpoint.outline import reshards
-from overlapkit.checkpoint.reader import Catalog, Saved, Wanted
 from overlapkit.checkpoint.tree import TREE, adopt
 
 Values = dict[str, torch.Tensor]

@@ -29,7 +29,7 @@ class Outline:
 
     It sees parameters, buffers, submodules and optimizer states that came, went or were replaced, and other
     parameter groups; and of what is not copied late, memory that was replaced (`buffer.data = other`). It
-    holds tensors, and modules and optimizers only weakly.
+    looks for new state_dict hooks on whole modules only. It holds tensors, and modules and optimizers weakly.
 
     Args:
         state: A state.

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from overlapkit.checkpoint import rng
+from overlapkit.checkpoint.catalog import Catalog
 from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
 from overlapkit.checkpoint.match import Plan, Values, make_plan, writers_of
 from overlapkit.checkpoint.opening import check_step
-from overlapkit.checkpoint.reader import Catalog, read_boxes, room
+from overlapkit.checkpoint.reader import read_boxes, room
 from overlapkit.checkpoint.stage import Stager
 from overlapkit.lane import Lane
 from overlapkit.pinned import PinnedBuffer

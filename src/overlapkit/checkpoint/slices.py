@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from overlapkit.checkpoint.box import Box
-from overlapkit.checkpoint.reader import Reader, Saved
+from overlapkit.checkpoint.catalog import Saved
+from overlapkit.checkpoint.reader import Reader
 
 SLICE = 64 << 20
 """Bytes read at once; where one row of a tensor is longer, that row."""

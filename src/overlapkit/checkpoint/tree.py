@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from overlapkit.checkpoint.catalog import Catalog
 from overlapkit.checkpoint.codec import decode, encode, root, tensor_names
 from overlapkit.checkpoint.layout import kind_of, optimizer_parameters, plain_name
-from overlapkit.checkpoint.reader import Catalog
 
 TREE = "tree"
 """The kind of an entry that can become any other."""

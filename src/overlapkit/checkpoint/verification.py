@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from overlapkit.checkpoint.catalog import Catalog, Chunk, Saved, saved_tensors
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.manifest import Manifest, read_manifest
 from overlapkit.checkpoint.progress import Count, Progress
-from overlapkit.checkpoint.reader import Catalog, Chunk, Reader, Saved, saved_tensors
+from overlapkit.checkpoint.reader import Reader
 
 _SHOWN = 20  # places that an error's text names; its `damage` has them all
 

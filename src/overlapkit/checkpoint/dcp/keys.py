@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from overlapkit.checkpoint.catalog import Catalog, Saved
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.dcp.flatten import Path, flatten
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.manifest import Manifest
-from overlapkit.checkpoint.reader import Catalog, Saved
 from overlapkit.checkpoint.tree import TREE, StandIns, parameter_key
 
 

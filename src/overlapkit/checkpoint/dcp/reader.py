@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from overlapkit.checkpoint.box import Box
+from overlapkit.checkpoint.catalog import Catalog, Chunk, Saved
 from overlapkit.checkpoint.codec import encode
 from overlapkit.checkpoint.dcp.keys import Keys
 from overlapkit.checkpoint.dcp.place import checkpoint_path, is_checkpoint_path
 from overlapkit.checkpoint.dcp.planner import SafetensorsLoadPlanner, misfit, refuse_tensor
 from overlapkit.checkpoint.errors import MismatchError
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_of
-from overlapkit.checkpoint.reader import Catalog, Chunk, Reader, Saved
+from overlapkit.checkpoint.reader import Reader
 from overlapkit.device import has_process_group, rank_and_world
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from overlapkit.checkpoint.catalog import Catalog, Saved
 from overlapkit.checkpoint.disk import Disk, write_file
 from overlapkit.checkpoint.exchange.casting import cast, castable, check_cast
 from overlapkit.checkpoint.exchange.weights import find_weights
@@ -19,7 +20,7 @@ from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.layout import DTYPES
 from overlapkit.checkpoint.manifest import read_manifest
 from overlapkit.checkpoint.progress import Count, Progress
-from overlapkit.checkpoint.reader import Catalog, Reader, Saved
+from overlapkit.checkpoint.reader import Reader
 from overlapkit.checkpoint.slices import SliceReader
 
 SINGLE = "model.safetensors"

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from overlapkit.checkpoint.catalog import Catalog, Saved
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.exchange.names import own_names
 from overlapkit.checkpoint.layout import plain_name
-from overlapkit.checkpoint.reader import Catalog, Saved
 from overlapkit.checkpoint.tree import TREE
 
 _COUNTER = "n_averaged"  # torch.optim.swa_utils.AveragedModel's own buffer, beside the model that it holds
