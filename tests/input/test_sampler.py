@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import overlapkit
 from overlapkit.input import ElasticSampler
-from overlapkit.input.order import permute
-from overlapkit.input.sampler import BLOCK
+from overlapkit.input.order import BLOCK, permute
 from tests.input.sources import Numbers, plain
 from tests.ranks import run_ranks
 

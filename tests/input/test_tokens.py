@@ -338,7 +338,7 @@ def test_the_rank_is_the_process_group_s(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="WORLD_SIZE=2 is set but there is no process group"):
         TokenShards(folder, 6, 2)
-    monkeypatch.setattr("overlapkit.input.tokens.rank_and_world", lambda: (1, 2))
+    monkeypatch.setattr("overlapkit.input.checks.rank_and_world", lambda: (1, 2))
     shards = TokenShards(folder, 6, 2)
     assert (shards.order.rank, shards.order.world) == (1, 2)
 

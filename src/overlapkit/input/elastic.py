@@ -14,8 +14,8 @@ from overlapkit.input.order import Order
 from overlapkit.input.position import Position
 from overlapkit.input.progress import FORMAT, Progress
 from overlapkit.input.sampler import ElasticSampler, Pass
-from overlapkit.input.skipping import twin
-from overlapkit.input.sources import Cursor, Source
+from overlapkit.input.sources import Cursor
+from overlapkit.input.twins import TwinLoader
 
 
 def elastic_sampler(loader: DataLoader[Any]) -> ElasticSampler | None:
@@ -31,11 +31,11 @@ def elastic_sampler(loader: DataLoader[Any]) -> ElasticSampler | None:
     return sampler if elastic else None
 
 
-class ElasticLoader(Source):
+class ElasticLoader(TwinLoader["_IndexBatches"]):
     """A plain map-style DataLoader whose batches are consecutive samples of an ElasticSampler.
 
-    What reads is a twin of it, equal in all settings, whose sampler begins where it should. In its
-    positions `taken` counts the samples of all ranks together.
+    Its twin's sampler begins where it should. In its positions `taken` counts the samples of all ranks
+    together.
     """
 
     kind = "elastic"
@@ -44,10 +44,8 @@ class ElasticLoader(Source):
 
     def __init__(self, original: DataLoader[Any], sampler: ElasticSampler) -> None:
         super().__init__(original)
-        self.exclusive = original.persistent_workers
         self._sampler = sampler
         self._order = sampler.order
-        self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
 
     def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start the epoch that the sampler was set to, or what `resume` left of it."""
@@ -96,14 +94,8 @@ class ElasticLoader(Source):
         size, drop_last = _batching(self.original)
         return share // size if drop_last else -(-share // size)
 
-    def _twin(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
-        if self._kept is not None:
-            return self._kept
-        indices = _IndexBatches(self.original, self._sampler)
-        made = twin(self.original, indices), indices
-        if self.original.persistent_workers:
-            self._kept = made
-        return made
+    def _index_batches(self) -> "_IndexBatches":
+        return _IndexBatches(self.original, self._sampler)
 
 
 class _IndexBatches:

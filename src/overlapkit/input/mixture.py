@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from overlapkit.input.checks import as_seed, is_integer
 from overlapkit.input.drawing import Drawn, draw
-from overlapkit.input.integers import is_integer
 from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.progress import Progress
@@ -63,13 +63,13 @@ class Mixture:
         *,
         seed: int = 0,
     ) -> None:
-        _check(sources, seed)
+        _check(sources)
         self._names = list(sources)
         self._sources = list(sources.values())
         self._plan = Plan(self._names, weights)
         self.batch_size = self._sources[0].batch_size
         parts = self._sources[0].order
-        self._order = Order(_ENDLESS, parts.rank, parts.world, int(seed), shuffle=True, drop_last=True)
+        self._order = Order(_ENDLESS, parts.rank, parts.world, as_seed(seed), shuffle=True, drop_last=True)
         self._identity = {"sources": [[name, _digest(source)] for name, source in sources.items()]}
         self._progress = Progress(self._order, identity=self._identity)
         self._counts = np.zeros(len(sources), dtype=np.int64)
@@ -272,7 +272,7 @@ def _digest(source: TokenShards) -> str:
     return hashlib.blake2b(held.encode(), digest_size=8).hexdigest()
 
 
-def _check(sources: Any, seed: Any) -> None:
+def _check(sources: Any) -> None:
     if not isinstance(sources, Mapping) or not sources:
         raise TypeError(f"sources={sources!r}: give {{name: TokenShards, ...}}")
     for name, source in sources.items():
@@ -281,8 +281,6 @@ def _check(sources: Any, seed: Any) -> None:
                 f"sources[{name!r}] is a {type(source).__name__}: give TokenShards by name; rows cannot be "
                 "drawn one by one from anything else"
             )
-    if not is_integer(seed):
-        raise ValueError(f"seed={seed!r}: it is an integer, the same on every rank")
     (first, one), *others = sources.items()
     for name, other in others:
         for what, here, there in zip(_ALIKE, _traits(one), _traits(other), strict=True):

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+BLOCK = 8192
+"""Samples whose order is worked out at once: 30 ns each, where one at a time would cost microseconds."""
+
 _ROUNDS = 6
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
@@ -120,6 +123,13 @@ def _add(total: np.ndarray, addend: np.ndarray, modulus: np.uint64) -> None:
     """Total + addend modulo `modulus`, in place; both are below it."""
     total += addend
     np.minimum(total, total - modulus, out=total)  # below the modulus, the difference wraps around
+
+
+def uniform(counters: np.ndarray, key: str) -> np.ndarray:
+    """A number in [0, 1) for each of some counters (uint64), float64 of their shape; `key` names the draw."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    bits: np.ndarray = mix(counters, np.frombuffer(digest, dtype="<u8")[0]) >> np.uint64(11)
+    return bits * 2.0**-53
 
 
 def _keys(seed: int, epoch: int) -> list[np.uint64]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from overlapkit.input.integers import is_integer
+from overlapkit.input.checks import is_integer
 from overlapkit.input.order import Order
 
 FORMAT = 1

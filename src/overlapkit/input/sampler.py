@@ -9,11 +9,8 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from overlapkit.device import rank_and_world
-from overlapkit.input.order import Order
+from overlapkit.input.order import BLOCK, Order
 from overlapkit.input.progress import Progress
-
-BLOCK = 8192
-"""Samples whose order is worked out at once: 30 ns each, where one at a time would cost microseconds."""
 
 
 class ElasticSampler(DistributedSampler[int]):

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from overlapkit.input.integers import is_integer
+from overlapkit.input.checks import is_integer
 from overlapkit.input.shards import FORMAT, FORMAT_KEY, shard_name
 
 _OWN = re.compile(r"\d+|tokens-\d{5,}-of-\d{5,}\.safetensors")

@@ -4,7 +4,6 @@ The epoch's order is drawn again from the random state that it was drawn from, a
 batches of indices are skipped; no sample of theirs is loaded.
 """
 
-import copy
 import itertools
 import operator
 import zlib
@@ -19,7 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from overlapkit.input.generators import Generators, random_state
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
-from overlapkit.input.sources import Cursor, Source, known_length
+from overlapkit.input.sources import Cursor, known_length
+from overlapkit.input.twins import TwinLoader
 
 _SEEKABLE: tuple[type, ...] = type(iter([])), type(iter(range(0)))
 """Iterators that can begin anywhere, as those of SequentialSampler and DistributedSampler can."""
@@ -36,19 +36,14 @@ def why_not_skipping(loader: DataLoader[Any]) -> str | None:
     return None
 
 
-class SkippingLoader(Source):
-    """A plain map-style DataLoader.
-
-    What reads is a twin of it, equal in all settings, whose sampler can begin late.
-    """
+class SkippingLoader(TwinLoader["_IndexBatches"]):
+    """A plain map-style DataLoader. Its twin's sampler can begin late."""
 
     kind = "map"
 
     def __init__(self, original: DataLoader[Any]) -> None:
         super().__init__(original)
-        self.exclusive = original.persistent_workers
         self._random = Generators([original, *sampler_chain(original)])
-        self._kept: tuple[DataLoader[Any], _IndexBatches] | None = None
 
     def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start an epoch in a new order, or in that of `resume` after the batches taken there.
@@ -88,16 +83,10 @@ class SkippingLoader(Source):
         left = None if length is None else length - taken
         return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws, left)
 
-    def _twin(self) -> tuple[DataLoader[Any], "_IndexBatches"]:
-        if self._kept is not None:
-            return self._kept
+    def _index_batches(self) -> "_IndexBatches":
         original = self.original
         sampler = original.sampler if original.batch_sampler is None else original.batch_sampler
-        indices = _IndexBatches(sampler, self._random)
-        made = twin(original, indices), indices
-        if original.persistent_workers:
-            self._kept = made
-        return made
+        return _IndexBatches(sampler, self._random)
 
 
 def sampler_chain(loader: Any) -> list[Any]:
@@ -110,16 +99,6 @@ def sampler_chain(loader: Any) -> list[Any]:
             chain.append(sampler)
             waiting += [held for name, held in vars(sampler).items() if _is_sampler(name, held)]
     return chain
-
-
-def twin(loader: DataLoader[Any], indices: Iterable[Any]) -> DataLoader[Any]:
-    """A loader equal in all settings that takes its batches of indices (or its indices) from `indices`."""
-    made = copy.copy(loader)
-    # setattr is refused once a DataLoader is made
-    made.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = indices
-    if made.persistent_workers:
-        made._iterator = None  # the original's workers are not ours
-    return made
 
 
 class _IndexBatches:

@@ -7,7 +7,7 @@ import torch
 from overlapkit.input.documents import PackedTokens
 
 IGNORED = -100
-"""The target that cross entropies leave out by default, torch's and ours."""
+"""The target or label that cross entropies leave out by default, torch's and ours."""
 
 
 class PackedInputs(NamedTuple):

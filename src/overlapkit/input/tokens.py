@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from overlapkit.device import rank_and_world
-from overlapkit.input.integers import is_integer
+from overlapkit.input.checks import as_count, as_rank, as_seed, check_choice
 from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.progress import Progress
@@ -84,9 +83,17 @@ class TokenShards:
         drop_last: bool = True,
         pack: Literal["windows", "documents"] = "windows",
     ) -> None:
-        _check(window, batch_size, seed, shuffle, drop_last, pack)
-        window, batch_size, seed = int(window), int(batch_size), int(seed)  # a state holds plain ones
-        rank, world_size = _ranks(rank, world_size)
+        window, batch_size = as_count("window", window), as_count("batch_size", batch_size)
+        if batch_size * (window + 1) >= 2**31:
+            raise ValueError(
+                f"batch_size={batch_size} x window={window}: a batch has fewer than 2**31 tokens"
+            )
+        seed = as_seed(seed)
+        check_choice("shuffle", shuffle)
+        check_choice("drop_last", drop_last)
+        if pack not in ("windows", "documents"):
+            raise ValueError(f"pack={pack!r}: use 'windows' or 'documents'")
+        rank, world_size = as_rank(rank, world_size)
         self.batch_size = batch_size
         documents = pack == "documents"
         self.windows = Windows(find_shards(directory, documents), window, documents)
@@ -183,29 +190,3 @@ class TokenShards:
 def host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Ordinary memory."""
     return torch.empty(shape, dtype=dtype)
-
-
-def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if rank is None and world_size is None:
-        return rank_and_world()
-    if not (is_integer(rank) and is_integer(world_size) and 0 <= rank < world_size):
-        raise ValueError(
-            f"rank={rank!r}, world_size={world_size!r}: give both, rank from 0 to world_size - 1, or neither "
-            "to take the process group's"
-        )
-    return int(rank), int(world_size)
-
-
-def _check(window: Any, batch_size: Any, seed: Any, shuffle: Any, drop_last: Any, pack: Any) -> None:
-    for name, value in (("window", window), ("batch_size", batch_size)):
-        if not is_integer(value) or value < 1:
-            raise ValueError(f"{name}={value!r}: it is an integer of at least 1")
-    if int(batch_size) * (int(window) + 1) >= 2**31:
-        raise ValueError(f"batch_size={batch_size} x window={window}: a batch has fewer than 2**31 tokens")
-    if not is_integer(seed):
-        raise ValueError(f"seed={seed!r}: it is an integer, the same on every rank")
-    for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: use True or False")
-    if pack not in ("windows", "documents"):
-        raise ValueError(f"pack={pack!r}: use 'windows' or 'documents'")

@@ -1,14 +1,13 @@
 """The weights of a mixture over its course, and which source each sample is drawn from."""
 
-import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from overlapkit.input.integers import is_integer
-from overlapkit.input.order import mix
+from overlapkit.input import order
+from overlapkit.input.checks import is_integer
 
 Weights = Mapping[str, float]
 Place = tuple[int, int]
@@ -118,10 +117,7 @@ class Plan:
 
 def uniform(seed: int, epoch: int, start: int, stop: int) -> np.ndarray:
     """Numbers in [0, 1), float64 (stop - start,), each a function of its place and the seed alone."""
-    key = hashlib.blake2b(f"draw/{seed}/{epoch}".encode(), digest_size=8).digest()
-    places = np.arange(start, stop, dtype=np.uint64)
-    bits: np.ndarray = mix(places, np.frombuffer(key, dtype="<u8")[0]) >> np.uint64(11)
-    return bits * 2.0**-53
+    return order.uniform(np.arange(start, stop, dtype=np.uint64), f"draw/{seed}/{epoch}")
 
 
 def _steps(weights: Any) -> list[tuple[int, Any]]:

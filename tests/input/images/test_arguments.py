@@ -3,14 +3,7 @@
 import numpy as np
 import pytest
 
-from overlapkit.input.images.arguments import (
-    as_count,
-    as_rank,
-    as_seed,
-    check_choice,
-    check_crop,
-    per_channel,
-)
+from overlapkit.input.images.arguments import check_crop, per_channel
 
 
 @pytest.mark.parametrize(
@@ -36,24 +29,6 @@ def test_what_is_no_range_is_refused(options, message):
         check_crop(**{"scale": (0.08, 1.0), "ratio": (1.0, 1.0), "flip": 0.5, **options})
 
 
-@pytest.mark.parametrize("seed", ["abc", 1.5, None, True])
-def test_a_seed_is_an_integer(seed):
-    with pytest.raises(ValueError, match=f"seed={seed!r}: give an integer"):
-        as_seed(seed)
-
-
-@pytest.mark.parametrize("drop_last", ["no", 1, None])
-def test_a_choice_is_true_or_false(drop_last):
-    with pytest.raises(ValueError, match=f"drop_last={drop_last!r}: use True or False"):
-        check_choice("drop_last", drop_last)
-
-
-@pytest.mark.parametrize(("rank", "world"), [(True, 2), (0, True), (2, 2), (-1, 2), (0, None), (0.0, 1)])
-def test_a_rank_is_an_integer_below_the_world_size(rank, world):
-    with pytest.raises(ValueError, match=f"rank={rank!r}, world_size={world!r}: give both"):
-        as_rank(rank, world)
-
-
 @pytest.mark.parametrize("name", ["mean", "std"])
 @pytest.mark.parametrize(
     "value",
@@ -74,7 +49,5 @@ def test_a_channel_has_a_finite_number(name, value):
 
 
 def test_numbers_of_numpy_are_numbers():
-    made = [as_count("size", np.int32(3)), as_seed(np.int64(-3)), *as_rank(np.int64(0), np.uint8(2))]
-    assert (made, [type(one) for one in made]) == ([3, -3, 0, 2], [int] * 4)
     assert per_channel("std", np.array([0.5, 1, 2], dtype=np.float32)) == (0.5, 1.0, 2.0)
     assert per_channel("mean", [-1, 0, 1]) == (-1.0, 0.0, 1.0)

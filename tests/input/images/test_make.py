@@ -80,7 +80,7 @@ def test_ranks_come_from_the_process_group(photos, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match="init_process_group"):
         images.train_loader(photos, None, 4)
-    monkeypatch.setattr(make, "rank_and_world", lambda: (3, 4))
+    monkeypatch.setattr("overlapkit.input.checks.rank_and_world", lambda: (3, 4))
     loader = images.eval_loader(photos, None, 5, size=8)
     assert len(loader) == 2
     assert next(iter(loader))[1].tolist() == [0, 0, 0, 1, 1]  # files 3, 7, 11, 15, 19

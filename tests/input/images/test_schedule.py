@@ -6,10 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlapkit.input.images.job import IGNORED, Job
+from overlapkit.input.images.job import Job
 from overlapkit.input.images.random_crop import RandomCrop
 from overlapkit.input.images.schedule import Schedule
 from overlapkit.input.order import Order, permute
+from overlapkit.input.targets import IGNORED
 
 CROP = RandomCrop(8, (0.5, 1.0), (1.0, 1.0), 0.5, seed=3)
 
@@ -75,7 +76,7 @@ def test_epochs_follow_each_other_and_blocks_make_no_difference(monkeypatch):
     assert jobs[-1].place == (7, 0, 6)
     order = np.concatenate([job.samples for job in jobs[4:11]])
     assert order.tolist() == permute(np.arange(50), 50, 3, 6)[:49].tolist()
-    monkeypatch.setattr("overlapkit.input.images.schedule._BLOCK", 15)
+    monkeypatch.setattr("overlapkit.input.images.schedule.BLOCK", 15)
     for job, same in zip(jobs, one.jobs(5, 21), strict=False):
         assert job.place == same.place
         assert np.array_equal(job.samples, same.samples)

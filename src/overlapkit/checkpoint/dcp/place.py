@@ -25,10 +25,21 @@ def checkpoint_path(checkpoint_id: object) -> Path:
     return path
 
 
-def is_checkpoint_path(checkpoint_id: object) -> bool:
-    """Whether `checkpoint_path` would take it."""
-    try:
-        checkpoint_path(checkpoint_id)
-    except (TypeError, ValueError, NotImplementedError):
-        return False
-    return True
+class AtStep:
+    """What DCP asks a writer and a reader about their place."""
+
+    _path: Path | None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The checkpoint that is written or read; DCP's logs show it."""
+        return None if self._path is None else os.fspath(self._path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path that ends in step-N."""
+        try:
+            checkpoint_path(checkpoint_id)
+        except (TypeError, ValueError, NotImplementedError):
+            return False
+        return True

@@ -24,7 +24,7 @@ from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.catalog import Catalog, Chunk, Saved
 from overlapkit.checkpoint.codec import encode
 from overlapkit.checkpoint.dcp.keys import Keys
-from overlapkit.checkpoint.dcp.place import checkpoint_path, is_checkpoint_path
+from overlapkit.checkpoint.dcp.place import AtStep, checkpoint_path
 from overlapkit.checkpoint.dcp.planner import SafetensorsLoadPlanner, misfit, refuse_tensor
 from overlapkit.checkpoint.errors import MismatchError
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_of
@@ -32,7 +32,7 @@ from overlapkit.checkpoint.reader import Reader
 from overlapkit.device import has_process_group, rank_and_world
 
 
-class SafetensorsReader(StorageReader):
+class SafetensorsReader(AtStep, StorageReader):
     """A StorageReader for what SafetensorsWriter or a Checkpointer wrote, at any number of ranks.
 
     For `dcp.load`. Every rank reads the bytes of its own shards and checks each block against its
@@ -56,16 +56,6 @@ class SafetensorsReader(StorageReader):
         self._keys: Keys | None = None
         self._failure: Exception | None = None
         self.reset(path)
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The checkpoint to read; DCP's logs show it."""
-        return None if self._path is None else os.fspath(self._path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path that ends in step-N."""
-        return is_checkpoint_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another load begins, of another checkpoint if one is given."""

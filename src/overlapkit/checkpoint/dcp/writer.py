@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from overlapkit.checkpoint.commit import commit, tidy
-from overlapkit.checkpoint.dcp.place import checkpoint_path, is_checkpoint_path
+from overlapkit.checkpoint.dcp.place import AtStep, checkpoint_path
 from overlapkit.checkpoint.dcp.saving import Saving
 from overlapkit.checkpoint.dcp.share import take_share
 from overlapkit.checkpoint.disk import Disk
@@ -24,7 +24,7 @@ from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
 
 
-class SafetensorsWriter(StorageWriter):
+class SafetensorsWriter(AtStep, StorageWriter):
     """A StorageWriter whose checkpoints appear by one rename, after all their bytes are on disk.
 
     For `dcp.save` and `dcp.async_save` (thread or process), with plan caching or without. Every rank writes
@@ -59,16 +59,6 @@ class SafetensorsWriter(StorageWriter):
     def __reduce__(self) -> tuple[Any, ...]:
         """On its way to DCP's saving process."""
         return type(self), (self._path,)
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The checkpoint to write; DCP's logs show it."""
-        return None if self._path is None else os.fspath(self._path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path that ends in step-N."""
-        return is_checkpoint_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins, to another checkpoint if one is given."""

@@ -7,52 +7,7 @@ from typing import Any
 
 import torch
 
-from overlapkit.input.integers import is_integer
-
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
-
-
-def as_count(name: str, value: Any) -> int:
-    """A number of things, at least 1.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if not is_integer(value) or value < 1:
-        raise ValueError(f"{name}={value!r}: give an integer of at least 1")
-    return int(value)
-
-
-def as_seed(seed: Any) -> int:
-    """An integer.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if not is_integer(seed):
-        raise ValueError(f"seed={seed!r}: give an integer, the same on every rank")
-    return int(seed)
-
-
-def check_choice(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: use True or False")
-
-
-def as_rank(rank: Any, world: Any) -> tuple[int, int]:
-    """A rank, and how many there are.
-
-    Raises:
-        ValueError: They are none.
-    """
-    if not is_integer(rank) or not is_integer(world) or not 0 <= rank < world:
-        raise ValueError(f"rank={rank!r}, world_size={world!r}: give both, 0 <= rank < world_size, or none")
-    return int(rank), int(world)
 
 
 def check_output(dtype: Any, layout: Any) -> None:

@@ -4,11 +4,9 @@ Augmentation that is a function of (seed, epoch, sample) needs no state to go on
 ranks and however batches are cut.
 """
 
-import hashlib
-
 import numpy as np
 
-from overlapkit.input.order import mix
+from overlapkit.input.order import uniform
 
 
 def uniforms(samples: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
@@ -23,7 +21,6 @@ def uniforms(samples: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarr
     Returns:
         float64 (n, count) in [0, 1).
     """
-    digest = hashlib.blake2b(f"draws/{seed}/{epoch}".encode(), digest_size=8).digest()
     first = samples.astype(np.uint64) * np.uint64(count)
     counters: np.ndarray = np.add.outer(first, np.arange(count, dtype=np.uint64))
-    return (mix(counters, np.frombuffer(digest, dtype="<u8")[0]) >> np.uint64(11)) * 2.0**-53
+    return uniform(counters, f"draws/{seed}/{epoch}")

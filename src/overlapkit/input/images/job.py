@@ -4,9 +4,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-IGNORED = -100
-"""The label of what is not to be counted: torch's default `ignore_index`."""
-
 
 @dataclass
 class Job:

@@ -9,24 +9,16 @@ from typing import Any, Literal
 
 import torch
 
-from overlapkit.device import as_device, rank_and_world
+from overlapkit.device import as_device
 from overlapkit.extras import require
-from overlapkit.input.images.arguments import (
-    as_count,
-    as_rank,
-    as_seed,
-    check_choice,
-    check_crop,
-    check_output,
-    per_channel,
-)
+from overlapkit.input.checks import as_count, as_rank, as_seed, check_choice, is_integer
+from overlapkit.input.images.arguments import check_crop, check_output, per_channel
 from overlapkit.input.images.centre_crop import CentreCrop
 from overlapkit.input.images.engine import Crop, Recipe
 from overlapkit.input.images.files import Files, find_files
 from overlapkit.input.images.loader import ImageLoader
 from overlapkit.input.images.random_crop import RandomCrop
 from overlapkit.input.images.schedule import Schedule
-from overlapkit.input.integers import is_integer
 from overlapkit.input.order import Order
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -108,7 +100,7 @@ def train_loader(
     crop = RandomCrop(size, scale, ratio, flip, seed)
     files = find_files(source, labels)
     recipe = _recipe(files, crop, device, dtype, layout, mean, std)
-    order = Order(len(files.paths), *_rank(rank, world_size), seed, True, drop_last)
+    order = Order(len(files.paths), *as_rank(rank, world_size), seed, True, drop_last)
     return _loader(recipe, order, batch_size, threads, prefetch, on_error)
 
 
@@ -169,7 +161,7 @@ def eval_loader(
         raise ValueError(f"short_side={short_side!r}: an integer of at least size={size}, or None")
     files = find_files(source, labels)
     recipe = _recipe(files, CentreCrop(size, int(short_side)), device, dtype, layout, mean, std)
-    order = Order(len(files.paths), *_rank(rank, world_size), 0, False, False)
+    order = Order(len(files.paths), *as_rank(rank, world_size), 0, False, False)
     return _loader(recipe, order, batch_size, threads, prefetch, on_error)
 
 
@@ -204,10 +196,6 @@ def _recipe(
     if device is None:
         _say_where(where.type)
     return Recipe(files, crop, where, dtype, layout, of_mean, of_std)
-
-
-def _rank(rank: int | None, world: int | None) -> tuple[int, int]:
-    return rank_and_world() if rank is None and world is None else as_rank(rank, world)
 
 
 def _own_cores() -> int:

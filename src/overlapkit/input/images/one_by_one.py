@@ -6,7 +6,8 @@ import re
 import torch
 
 from overlapkit.input.images.engine import Engine, Recipe
-from overlapkit.input.images.job import IGNORED, Job
+from overlapkit.input.images.job import Job
+from overlapkit.input.targets import IGNORED
 
 PATIENCE = 100
 """How many files in a row may be damaged before the whole data set is taken to be."""

@@ -5,11 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from overlapkit.input.images.engine import Crop
-from overlapkit.input.images.job import IGNORED, Job
-from overlapkit.input.order import Order
-
-_BLOCK = 8192
-"""Samples whose places in the order are worked out at a time: a batch at a time costs 50 times as much."""
+from overlapkit.input.images.job import Job
+from overlapkit.input.order import BLOCK, Order
+from overlapkit.input.targets import IGNORED
 
 
 class Schedule:
@@ -47,7 +45,7 @@ class Schedule:
             epoch, position = epoch + 1, 0
 
     def _pass(self, epoch: int, position: int) -> Iterator[Job]:
-        batches, step = self.batches(position), max(1, _BLOCK // self._size)
+        batches, step = self.batches(position), max(1, BLOCK // self._size)
         share = self.order.share(position)
         for first in range(0, batches, step):
             start, stop = first * self._size, min(share, (first + step) * self._size)
