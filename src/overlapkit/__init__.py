@@ -4,6 +4,8 @@ Names resolve on first use, so that importing the package imports neither Triton
 torch that `import torch` leaves alone, starts no thread and touches no device.
 """
 
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -32,29 +34,43 @@ __all__ = [
     "write_token_shards",
 ]
 
-_HOME = {
-    "AdamW": "optim",
-    "Checkpointer": "checkpoint",
-    "DeviceLoader": "input",
-    "ElasticSampler": "input",
-    "Mixture": "input",
-    "StepMeter": "measure",
-    "StepReport": "measure",
-    "TokenShards": "input",
-    "replicate": "parallel",
-    "shard": "parallel",
-    "write_token_shards": "input",
-}
 
+def _lazily(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names are imported when they are first used.
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-        globals()[name] = value
+    Args:
+        package: Its full name.
+        homes: For each name the module of the package that defines it, or that it is.
+    """
+
+    def resolve(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(f"{package}.{homes[name]}")
+        value = module if name == homes[name] else getattr(module, name)
+        setattr(sys.modules[package], name, value)
         return value
-    if name == "kernels":
-        return import_module(f"{__name__}.kernels")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    return resolve
+
+
+__getattr__ = _lazily(
+    __name__,
+    {
+        "AdamW": "optim",
+        "Checkpointer": "checkpoint",
+        "DeviceLoader": "input",
+        "ElasticSampler": "input",
+        "Mixture": "input",
+        "StepMeter": "measure",
+        "StepReport": "measure",
+        "TokenShards": "input",
+        "kernels": "kernels",
+        "replicate": "parallel",
+        "shard": "parallel",
+        "write_token_shards": "input",
+    },
+)
 
 
 def __dir__() -> list[str]:

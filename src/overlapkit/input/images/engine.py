@@ -6,6 +6,7 @@ Windows depend on sizes, and on random numbers that are ours: so they are worked
 import os
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -79,7 +80,7 @@ class Engine:
         self._recipe = recipe
         self._ahead = ahead
         self._reading = _Runs(_read_pipeline(dali, batch_size, threads, ahead), ahead)
-        self._decoding = _Runs(_decode_pipeline(dali, recipe, batch_size, threads, ahead), ahead)
+        self._build_decoding = partial(_decode_pipeline, dali, recipe, batch_size, threads, ahead)
         self._kept: deque[Any] = deque()  # encoded images: DALI reads them where they are
         self.jobs: deque[Job] = deque()
 
@@ -90,9 +91,11 @@ class Engine:
 
     def push(self, job: Job) -> None:
         """Begin a batch."""
+        reading = len(self.jobs) - len(self._kept)
         self.jobs.append(job)
-        if len(self.jobs) - len(self._kept) > self._ahead:
-            self._decode_next()
+        if reading == self._ahead:  # the first batches all together: decoding begins with so many
+            for _ in range(self._ahead - len(self._kept)):
+                self._decode_next()
         paths = np.array([os.fsencode(self._recipe.files.paths[sample]) for sample in job.samples])
         self._reading.push(path=paths[:, None].view(np.uint8))  # zeros end the shorter ones, as in C
 
@@ -109,12 +112,17 @@ class Engine:
         while self.jobs:
             self.pull()
 
+    @cached_property
+    def _decoding(self) -> "_Runs":
+        """The second pipeline, built while the first one reads."""
+        return _Runs(self._build_decoding(), self._ahead)
+
     def _decode_next(self) -> None:
         """Hand the oldest batch that is being read to the second pipeline."""
-        job = self.jobs[len(self._kept)]
+        job, decoding = self.jobs[len(self._kept)], self._decoding
         encoded, shapes = self._reading.pull()
         extents = shapes.as_array()[:, :2].astype(np.int64)
-        self._decoding.push(encoded=encoded, **self._recipe.crop.inputs(extents, job.draws))
+        decoding.push(encoded=encoded, **self._recipe.crop.inputs(extents, job.draws))
         self._kept.append(encoded)
 
     def _to_torch(self, images: Any) -> torch.Tensor:
