@@ -7,7 +7,8 @@ and DALI: how much of the time to the first batch is left to a script that has h
 do before its first step.
 
 Ours imports DALI after the constructor's call, in the background; a script with DALI alone has done so
-before. So the goal for the first batch counts the imports of both, all but torch's.
+before. So the goal for the first batch counts the imports of both, all but torch's. Beside other work all
+hides that leaves the interpreter to it: reading and decoding do, importing DALI does not.
 """
 
 import json
@@ -97,7 +98,7 @@ def figures(whole: list[Run], starts: list[Run]) -> list[Figure]:
         *_rows("first epoch", "first_rate", "images/s", 1, "higher", whole),
         *_rows("first batch with imports", "imported_s", "ms", 1e3, "lower", whole, 1.1),
         *_rows("first batch from the constructor", "first_batch_s", "ms", 1e3, "lower", whole[:2]),
-        *_rows(f"first batch beside {WORK_S:g} s of work", "imported_s", "ms", 1e3, "lower", starts, 0.5),
+        *_rows(f"first batch beside {WORK_S:g} s of work", "imported_s", "ms", 1e3, "lower", starts, 0.9),
         *_rows("memory", "memory", "MiB", 2**-20, "lower", whole),
     ]
 

@@ -4,8 +4,9 @@
 32 windows of 1,024 tokens and one more. Each variant goes on where its last turn ended, so that workers
 keep running; a turn of a slow one takes fewer bytes. All read on one core, as beside a training step. The
 limit is numpy's copy of the whole file's pages to memory. The DataLoaders' dataset is what most training
-scripts have: it slices a memory map and converts to int64 on the host; how much of the difference that
-makes is seen from one that leaves it out.
+scripts have: it slices a memory map, converts to int64 on the host, and gives inputs and targets. How much of
+the difference that makes is seen from one that gives the row whole, and one that leaves it in uint16, as ours
+does: `inputs_and_targets` makes the rest on the device.
 """
 
 import sysconfig
@@ -55,7 +56,7 @@ class Stream:
         return self.batch.nbytes / _tokens(self.batch)
 
 
-class Windows(Dataset[Tensor]):
+class Rows(Dataset[Tensor]):
     """Item i is window i of a memory map and the token after it, converted to `dtype`."""
 
     def __init__(self, tokens: np.ndarray, window: int, dtype: type[np.integer]) -> None:
@@ -67,6 +68,14 @@ class Windows(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         window = self.tokens[index * self.window : (index + 1) * self.window + 1]
         return torch.from_numpy(window.astype(self.dtype, copy=False))
+
+
+class Pairs(Rows):
+    """The same as inputs and targets."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        row = super().__getitem__(index)
+        return row[:-1], row[1:]
 
 
 def measure(quick: bool, device: torch.device) -> list[Figure]:
@@ -108,9 +117,9 @@ def sources(
 ) -> dict[str, Iterable[Any]]:
     """The variants, each a re-iterable of shuffled batches."""
     shards = [ok.TokenShards(folder / "shards", window, batch, seed=0) for _ in range(2)]
-    usual = Windows(tokens, window, np.int64)
+    usual = Pairs(tokens, window, np.int64)
 
-    def peer(kind: Any, dataset: Windows, workers: int) -> Any:
+    def peer(kind: Any, dataset: Rows, workers: int) -> Any:
         return kind(
             dataset, batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0, drop_last=True
         )
@@ -121,7 +130,8 @@ def sources(
         "DataLoader, 0 workers": peer(DataLoader, usual, 0),
         "DataLoader, 1 worker": peer(DataLoader, usual, 1),
         "DataLoader, 2 workers": peer(DataLoader, usual, 2),
-        "uint16 kept by DataLoader, 0 workers": peer(DataLoader, Windows(tokens, window, np.uint16), 0),
+        "rows kept whole by DataLoader, 0 workers": peer(DataLoader, Rows(tokens, window, np.int64), 0),
+        "uint16 kept by DataLoader, 0 workers": peer(DataLoader, Rows(tokens, window, np.uint16), 0),
     }
     with suppress(ImportError):
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -176,7 +186,7 @@ def _endless(source: Iterable[Any]) -> Iterator[Any]:
 
 
 def _tokens(batch: Any) -> int:
-    return int(batch.numel())
+    return int((batch if isinstance(batch, Tensor) else batch[0]).numel())
 
 
 def _standard_library() -> list[np.ndarray]:
