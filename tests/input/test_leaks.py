@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from overlapkit.input import DeviceLoader, Mixture, TokenShards
 from tests.input.sources import RESUMABLE, node
 from tests.input.token_sets import write_set
+from tests.leftovers import Leftovers
 
 EPOCHS = 1000
 KINDS: dict[str, Callable[[int, int], Any]] = {
@@ -29,16 +29,11 @@ class Bulky:
         return (torch.full((1 << 18,), at, dtype=torch.uint8) for at in range(8))
 
 
-def held() -> tuple[int, int, float]:
-    """Threads, file descriptors and resident MiB of this process."""
+def resident() -> float:
+    """MiB of this process that are in memory."""
     gc.collect()
     with open("/proc/self/statm") as statm:
-        pages = int(statm.read().split()[1])
-    return (
-        threading.active_count(),
-        len(os.listdir("/proc/self/fd")),
-        pages * os.sysconf("SC_PAGESIZE") / 2**20,
-    )
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
 
 def leave_early(loader: DeviceLoader, epochs: int) -> None:
@@ -69,7 +64,7 @@ def test_early_breaks_leave_no_worker() -> None:
 
 def check(loader: DeviceLoader, epochs: int) -> None:
     leave_early(loader, epochs // 10)  # allocators and caches fill up
-    threads, files, resident = held()
+    before, memory = Leftovers(), resident()
     leave_early(loader, epochs)
-    assert held()[:2] == (threads, files)
-    assert held()[2] < resident + 8
+    before.check()
+    assert resident() < memory + 8
