@@ -69,6 +69,10 @@ class Landing:
         if buffer is not None:
             buffer.give_back()
 
+    def anew(self) -> None:
+        """Lend the same memory again: what it was lent for is dropped."""
+        self.used = 0
+
     def lay_out(self, tensors: list[torch.Tensor]) -> tuple[Packing, list[PinnedBuffer]]:
         """Find a place for each of a batch's packable tensors.
 
