@@ -38,10 +38,10 @@ class DeviceLoader:
     `iter_into(empty)`, as TokenShards does, makes its batches in that buffer: nothing is packed then. On
     the CPU batches are handed over as they are, read ahead.
 
-    Batches keep their types: lists, tuples, named tuples, mappings and dataclasses of any nesting are
-    rebuilt, tensors that share memory go on sharing it, what stands in a batch twice stays one object, objects
-    with `.to` and `.pin_memory` move themselves, and all else (numpy arrays too) is handed over untouched. Tensors of one batch share one
-    device allocation: one that is kept keeps all of it.
+    Batches keep their types: lists, tuples, named tuples, mappings, dataclasses of any nesting are rebuilt,
+    tensors that share memory go on sharing it, what stands in a batch twice stays one object, objects with
+    `.to` and `.pin_memory` move themselves, and all else (numpy arrays too) is handed over untouched. Tensors
+    of one batch share one device allocation: one that is kept keeps all of it.
 
     `state_dict()` counts what the loop has taken, not what was read ahead, and what is loaded applies to
     the next `iter()`. A map-style DataLoader is taken up in mid-epoch by skipping indices in the same
