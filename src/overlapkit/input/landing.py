@@ -16,6 +16,11 @@ from overlapkit.pinned import PinnedBuffer, PinnedRing
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
+def host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Ordinary memory."""
+    return torch.empty(shape, dtype=dtype)
+
+
 def read(source: Any, empty: Empty | None) -> Iterator[Any]:
     """Begin a pass over `source`, into the memory that `empty` lends where the source can do so."""
     iter_into = getattr(source, "iter_into", None)
