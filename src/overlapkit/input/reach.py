@@ -6,7 +6,7 @@ Attributes are looked at, never asked for: no property of the user's runs, and n
 import functools
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -25,7 +25,7 @@ _OBJECTS = 20_000
 _CLOSED = type, types.ModuleType, np.ndarray, np.generic, torch.dtype, torch.device, torch.Size
 
 
-def reachable(*roots: Any) -> Iterator[Any]:
+def reachable(*roots: Any, items: int | None = ITEMS) -> Iterator[Any]:
     """Roots, what they hold in attributes, containers, partials and closures, and so on: each object once."""
     known: dict[int, Any] = {}  # the objects, too, so that no number is given to another meanwhile
     waiting = deque(roots)
@@ -35,27 +35,33 @@ def reachable(*roots: Any) -> Iterator[Any]:
             continue
         known[id(value)] = value
         yield value
-        waiting.extend(_held(value))
+        waiting.extend(_held(value, items))
 
 
-def _held(value: Any) -> list[Any]:
+def _held(value: Any, items: int | None) -> Iterable[Any]:
+    kind: Any = type(value)
+    if kind is tuple or kind is list:  # a dataset has thousands of these, and they have no attributes
+        return islice(value, items)
+    if kind is dict:
+        return list(islice(value.values(), items))
+    if kind is torch.Tensor:
+        return ()
     if isinstance(value, types.FunctionType):
         return [item for cell in value.__closure__ or () for item in _content(cell)]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    held = []
+    held: list[Any] = []
     with suppress(AttributeError):
         held += object.__getattribute__(value, "__dict__").values()
-    kind: Any = type(value)
     for slot in _slots(kind):
         with suppress(AttributeError):  # nothing was put there
             held.append(slot.__get__(value))
     if isinstance(value, dict):
-        held += islice(dict.values(value), ITEMS)
+        held += islice(dict.values(value), items)
     elif isinstance(value, list | tuple | set | frozenset | deque):
-        held += islice(value, ITEMS)
+        held += islice(value, items)
     return held
 
 

@@ -194,7 +194,7 @@ def _also_used_on(stream: torch.cuda.Stream, batch: Any) -> None:
 
     That of tensors within objects, too: a transform may return whatever it likes, and so may `.to`.
     """
-    for held in reachable(batch):
+    for held in reachable(batch, items=None):
         if isinstance(held, torch.Tensor):
             for part in _parts(held):
                 if part.is_cuda:  # what a jagged tensor knows of its lengths is not

@@ -4,7 +4,6 @@ import copy
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -98,7 +97,10 @@ class TwinCursor(Cursor):
     def after(self, here: Position, mark: Any) -> Position:
         """Where the consumer stands that has taken one more batch."""
         mark, self._behind = mark
-        return replace(self._step(here, mark), drawn=partial(plain, self._behind))
+        there = self._step(here, mark)
+        if self._behind:
+            there.drawn = partial(plain, self._behind)
+        return there
 
     def close(self, handed_out: int, depth: int) -> None:
         """Let go of the iterator: how far the reader came is chance, and nothing depends on it."""
