@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from overlapkit.input import DeviceLoader, ElasticSampler
 from overlapkit.input.generators import Generators
+from tests.input.sources import stateful
 
 N = 22
 MAKES: dict[str, Callable[[], Any]] = {
@@ -133,9 +134,7 @@ def test_a_resume_that_cannot_go_on_as_it_was_is_told() -> None:
     next(iter(one))
     with_workers = loader("numpy", workers=1)
     with_workers.load_state_dict(one.state_dict())
-    with pytest.warns(
-        UserWarning, match=r"owns 1 random generator.*each worker process.*SampleSeed"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"owns 1 random generator.*each worker has.*SampleSeed") as caught:
         passing = iter(with_workers)
     assert caught[0].filename == __file__
     next(passing)
@@ -145,6 +144,29 @@ def test_a_resume_that_cannot_go_on_as_it_was_is_told() -> None:
     again.load_state_dict(state)
     with pytest.warns(UserWarning, match=r"owns 1 random generator"):
         list(again)
+
+
+def test_a_source_with_a_state_that_lacks_them_is_told_when_it_is_resumed() -> None:
+    """torchdata notes the dataset's state where it has one: then it is the dataset's to hold them."""
+
+    class Remembering(Noisy):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    def resumed(kind: type[Noisy]) -> DeviceLoader:
+        one, again = (DeviceLoader(stateful(kind(MAKES["numpy"]()), 2), "cpu") for _ in range(2))
+        next(iter(one))
+        again.load_state_dict(one.state_dict())
+        return again
+
+    next(iter(resumed(Remembering)))
+    again = resumed(Noisy)
+    with pytest.warns(UserWarning, match=r"owns 1 random generator.*dataset with state_dict\(\)") as caught:
+        iter(again)
+    assert caught[0].filename == __file__
 
 
 def test_without_generators_nothing_is_told() -> None:

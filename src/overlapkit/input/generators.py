@@ -1,6 +1,7 @@
 """The random state that a pass begins from: noted with it, and brought back to draw the same again."""
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,6 +72,16 @@ class Generators:
 def held_by(holders: Iterable[Any]) -> Iterator[Any]:
     """The values of some objects' attributes."""
     return (value for holder in holders for value in getattr(holder, "__dict__", {}).values())
+
+
+def tell_lost(owned: Generators, taken: int, why: str, stacklevel: int) -> None:
+    """Warn that what a dataset draws after a resume is not what it would have drawn."""
+    warnings.warn(
+        f"source's dataset owns {len(owned)} random generator(s), and the state does not hold what they had "
+        f"come to at batch {taken}: {why}. What is drawn from them does not go on as it would have. Seed "
+        "what is drawn for a sample: see overlapkit.input.SampleSeed",
+        stacklevel=stacklevel + 1,
+    )
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """A DataLoader that is read through a twin: equal in all settings, but with a sampler of ours."""
 
 import copy
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -9,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from overlapkit.input.generators import Generators, plain
+from overlapkit.input.generators import Generators, plain, tell_lost
 from overlapkit.input.position import Position
 from overlapkit.input.reach import reachable
 from overlapkit.input.sources import Cursor, Source
@@ -60,13 +59,8 @@ class TwinLoader(Source, Generic[Indices]):
         if states is not None and len(states) == len(drawn):
             drawn.restore(states)
         if resume.begun and len(self._owned) and not (states and len(states) == len(drawn)):
-            what = "each worker process has its own copies" if self.original.num_workers else "others then"
-            warnings.warn(
-                f"source's dataset owns {len(self._owned)} random generator(s), whose states at batch "
-                f"{resume.taken} are not in the state ({what}): what is drawn from them does not go on as it "
-                "would have. Seed what is drawn for a sample: see overlapkit.input.SampleSeed",
-                stacklevel=stacklevel,
-            )
+            why = "each worker has its own copies" if self.original.num_workers else "there were others then"
+            tell_lost(self._owned, resume.taken, why, stacklevel)
 
 
 class TwinCursor(Cursor):
