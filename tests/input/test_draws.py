@@ -109,6 +109,7 @@ def test_a_source_that_is_always_ahead_of_the_loop_is_seen_too(name: str) -> Non
         assert consume() + consume() == 2 * list(range(12))
     assert len(caught) == 1
     assert caught[0].filename == __file__
+    assert [span.exposed for span in loader.timings() if span.name == "watch"] == [True]
 
 
 def test_a_source_that_waits_for_the_loop_is_not_waited_for() -> None:

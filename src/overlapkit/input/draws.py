@@ -36,6 +36,11 @@ class DrawWatch:
         """The loop stands still from here on: note the states, where it is to `look` and not yet done so."""
         self._before = _states() if look and self._left else None
 
+    @property
+    def looking(self) -> bool:
+        """Whether it has begun to look, and not ended."""
+        return self._before is not None
+
     def end(self, pull: Ticket[Any] | None = None) -> None:
         """It goes on: see what has moved. A pull that the loop need not wait for is given a moment first."""
         if self._before is None:
@@ -44,7 +49,8 @@ class DrawWatch:
             if pull is not None:
                 pull.wait(PATIENCE_S)
         self._left -= 1
-        self._moved = [name for name, state in _states().items() if self._before.get(name, state) != state]
+        before, self._before = self._before, None
+        self._moved = [name for name, state in _states().items() if before.get(name, state) != state]
         if self._moved:
             self._left = 0
 

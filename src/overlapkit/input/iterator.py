@@ -241,7 +241,9 @@ class BatchIterator:
             raise
         self._handed_out += 1
         self.position = self._reader.cursor.after(self.position, pulled.mark)
-        self._watch.end(pull)
+        if self._watch.looking:
+            with self._log.host("input", "watch", exposed=True):
+                self._watch.end(pull)
         return batch
 
     def _fill(self) -> Any:
