@@ -245,8 +245,8 @@ class DeviceLoader:
         (exposed: the loop waited for a batch), "agree" (exposed: it waited for other ranks to begin the
         pass), "watch" (exposed: it stood still, up to 50 ms for each of the first batches, to see whether the
         source draws from its generators), "transform" (CPU). Lane transfer: "pack" (into the host buffer),
-        "copy" or "copy pageable" (with bytes), "transform", "wait" (exposed: the loop's stream waited), "reuse"
-        (exposed: the copy to the fixed addresses).
+        "copy" or "copy pageable" (with bytes), "transform", "wait" (exposed: the loop's stream waited),
+        "reuse" (exposed: the copy to the fixed addresses).
         """
         return self._log.take()
 
