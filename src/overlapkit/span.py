@@ -4,15 +4,16 @@ A component owns one SpanLog and offers `timings()`, the spans finished since th
 here logs, prints or synchronises: CUDA spans are pairs of events that are resolved by a later query.
 """
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Span(NamedTuple):
@@ -135,6 +136,10 @@ class _HostSpan:
 class SpanLog:
     """A bounded, thread-safe list of spans.
 
+    Invariant:
+        * No lock is held, ever: the garbage collector may run in any of this, and what it collects may wait
+          for a thread that is in here, too.
+
     Args:
         history: How many spans are kept while nobody takes them; the oldest are dropped first.
     """
@@ -143,7 +148,6 @@ class SpanLog:
         self._spans: deque[Span] = deque(maxlen=history)
         self._pending: deque[_Pending] = deque(maxlen=history)
         self._clocks: dict[int, DeviceClock] = {}
-        self._lock = threading.Lock()
 
     def add(self, span: Span) -> None:
         """Record a span that was timed elsewhere."""
@@ -172,27 +176,32 @@ class SpanLog:
             yield
         finally:
             pending.end = clock.mark(stream)
-            with self._lock:
-                self._pending.append(pending)
+            self._pending.append(pending)
 
     def take(self) -> list[Span]:
         """The spans finished since the last call, by start. Never waits for a device."""
-        with self._lock:
-            still: list[_Pending] = []
-            for pending in self._pending:
-                span = pending.resolve()
-                if span is None:
-                    still.append(pending)
-                else:
-                    self._spans.append(span)
-            self._pending.clear()
-            self._pending.extend(still)
-        taken = [self._spans.popleft() for _ in range(len(self._spans))]
+        taken, still = [], []
+        for pending in _drained(self._pending):
+            span = pending.resolve()
+            if span is None:
+                still.append(pending)
+            else:
+                taken.append(span)
+        self._pending.extend(still)
+        taken += _drained(self._spans)
         return sorted(taken, key=lambda span: span.start)
 
     def _clock(self, stream: torch.cuda.Stream) -> DeviceClock:
         index = stream.device.index
-        with self._lock:
-            if index not in self._clocks:
-                self._clocks[index] = DeviceClock(stream.device)
-            return self._clocks[index]
+        if (clock := self._clocks.get(index)) is None:
+            clock = self._clocks.setdefault(index, DeviceClock(stream.device))
+        return clock
+
+
+def _drained(queue: deque[T]) -> list[T]:
+    """What is in it now, each item handed to one caller alone, while others append and drain."""
+    taken = []
+    with suppress(IndexError):
+        for _ in range(len(queue)):
+            taken.append(queue.popleft())
+    return taken

@@ -19,6 +19,7 @@ from overlapkit.checkpoint import Checkpointer, MismatchError
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.lane import Lane
 from tests.checkpoint.loop import assert_same, build, build_model, snapshot, train_step
+from tests.leftovers import Leftovers
 
 
 def files(folder):
@@ -993,21 +994,17 @@ def test_a_forgotten_checkpointer_leaves_no_thread_hook_or_lock(tmp_path):
 
 
 def test_many_saves_hold_memory_threads_and_files_flat(tmp_path):
-    def open_files():
-        return len(list((tmp_path / "/proc/self/fd").iterdir()))
-
     state = build()
     train_step(state)
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         for step in range(5):
             checkpointer.save(step, state, block=True)
-        files_before, threads_before = open_files(), threading.active_count()
+        before = Leftovers()
         for step in range(5, 40):
             checkpointer.save(step, state)
             train_step(state)
         checkpointer.wait()
-        assert open_files() == files_before
-        assert threading.active_count() == threads_before
+        before.check()
         assert len(checkpointer._unfinished) == 0
         assert checkpointer.steps() == [38, 39]
 

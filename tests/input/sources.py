@@ -162,7 +162,7 @@ MAP_STYLE: dict[str, Callable[..., DataLoader[int]]] = {
 }
 
 
-def _stateful(data: Any, size: int, **options: Any) -> Any:
+def stateful(data: Any, size: int, **options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():  # it calls torch.set_vital, which newer versions of torch deprecate
@@ -175,16 +175,16 @@ def stateful_loader(n: int, size: int, **options: Any) -> Any:
     from torchdata.stateful_dataloader.sampler import RandomSampler
 
     data = Numbers(n)
-    return _stateful(data, size, sampler=RandomSampler(data, generator=generator()), **options)
+    return stateful(data, size, sampler=RandomSampler(data, generator=generator()), **options)
 
 
 def stateful_elastic(n: int, size: int, **options: Any) -> Any:
     data = Numbers(n)
-    return _stateful(data, size, sampler=ElasticSampler(data, num_replicas=2, rank=1, seed=3), **options)
+    return stateful(data, size, sampler=ElasticSampler(data, num_replicas=2, rank=1, seed=3), **options)
 
 
 def stateful_stream(n: int, size: int, **options: Any) -> Any:
-    return _stateful(StatefulStream(n), size, **options)
+    return stateful(StatefulStream(n), size, **options)
 
 
 def node(n: int, size: int) -> Any:

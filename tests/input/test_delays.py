@@ -1,19 +1,30 @@
-"""Whatever lane is late at a hand-over, every batch has its values: nested, lent, reused, transformed."""
+"""Whatever lane is late at a hand-over, every batch has its values: nested, lent, reused, transformed.
+
+And images on their way through DALI, and batches of which ranks agree first that all have them.
+"""
 
 import contextlib
 import gc
+import time
+import warnings
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlapkit.input import DeviceLoader
+from overlapkit.input.images import engine, train_loader
 from overlapkit.input.landing import Empty
 from overlapkit.lane import Lane
 from tests.cuda_fake import fake_cuda
+from tests.input.images.photos import write_photos
+from tests.ranks import run_ranks
 
 BATCHES = 6
 DTYPES = [torch.uint8, torch.int16, torch.float32, torch.int64]
@@ -92,6 +103,11 @@ def doubled(batch: Any) -> Any:
     return batch * 2 if isinstance(batch, torch.Tensor) else batch
 
 
+def lanes_late(late: set[str]) -> Any:
+    """Lanes of these names idle before each piece of work."""
+    return mock.patch.object(Lane, "delay_s", property(lambda lane: 0.002 if lane.name in late else 0.0))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     shape=SHAPES,
@@ -117,8 +133,7 @@ def test_late_lanes_change_no_value(
     want = [values(batch, factor) for batch in Source(shape)]
     with contextlib.ExitStack() as stack:
         machine = stack.enter_context(fake_cuda()) if device == "cuda" else None
-        delay = property(lambda lane: 0.002 if lane.name in late else 0.0)
-        stack.enter_context(mock.patch.object(Lane, "delay_s", delay))
+        stack.enter_context(lanes_late(late))
         loader = DeviceLoader(
             Source(shape),
             device,
@@ -144,3 +159,85 @@ def test_late_lanes_change_no_value(
         del loader, passing
         gc.collect()
         assert machine is None or machine.faults == []
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("late", [{"images"}, {"input", "transfer"}, {"push"}, {"pull"}], ids="+".join)
+def test_late_lanes_change_no_image(tmp_path: Path, late: set[str], device: str, reuse: bool) -> None:
+    """`push` and `pull` hand over to DALI's pipelines, from the one to the other, and from the last to us."""
+    pytest.importorskip("nvidia.dali", reason="needs DALI (extra images)")
+    write_photos(tmp_path, 9)
+
+    def make() -> Any:
+        return train_loader(tmp_path, None, 2, size=8, threads=1, prefetch=2, device="cpu")
+
+    with contextlib.closing(make()) as plain:
+        want = [[(values(x), values(y)) for x, y in plain] for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        machine = stack.enter_context(fake_cuda()) if device == "cuda" else None
+        stack.enter_context(lanes_late(late))
+        for name in {"push", "pull"} & late:
+            stack.enter_context(mock.patch.object(engine._Runs, name, slowly(getattr(engine._Runs, name))))
+        images = stack.enter_context(contextlib.closing(make()))
+        loader = DeviceLoader(images, device, reuse_buffers=reuse)
+        for epoch, stop in ((0, 1), (0, 3), (1, 4)):
+            loader.set_epoch(epoch)
+            held = []
+            for k, (x, y) in enumerate(islice(loader, stop)):
+                assert (values(x), values(y)) == want[epoch][k]
+                held.append((k, x, y))
+            if not reuse:
+                assert [(values(x), values(y)) for _, x, y in held] == [want[epoch][k] for k, _, _ in held]
+        del held, x, y
+        loader.close()
+        gc.collect()
+        assert machine is None or machine.faults == []
+
+
+def slowly(run: Any) -> Any:
+    def wrapped(*args: Any, **options: Any) -> Any:
+        time.sleep(0.002)
+        return run(*args, **options)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("mode", ["drop", "join"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("late", [{"agree", "transfer"}, {"input"}], ids="+".join)
+def test_late_lanes_change_no_value_that_ranks_agree_on(
+    mode: Any, device: str, slow_rank: int, late: set[str]
+) -> None:
+    sizes = [5, 7]
+
+    def run(rank: int) -> None:
+        def source() -> Iterator[Any]:
+            return ({"x": torch.full((3,), 10 * rank + k), "k": [k]} for k in range(sizes[rank]))
+
+        steps = range(5 if mode == "drop" else 7)
+        want = [10 * rank + min(k, sizes[rank] - 1) for k in steps]
+        with contextlib.ExitStack() as stack:
+            machine = stack.enter_context(fake_cuda()) if device == "cuda" else None
+            stack.enter_context(lanes_late(late if rank == slow_rank else set()))
+            loader = DeviceLoader(source, device, uneven=mode)
+            for stop in (3, 9, 9):
+                held = list(islice(told(loader, mode), stop))
+                assert [values(batch["x"]) for batch, _ in held] == [[value] * 3 for value in want[:stop]]
+                assert [filler for _, filler in held] == [k >= sizes[rank] for k in steps][:stop]
+                del held
+            loader.close()
+            gc.collect()
+            assert machine is None or machine.faults == []
+
+    run_ranks(2, run)
+
+
+def told(loader: DeviceLoader, mode: str) -> Iterator[tuple[Any, bool]]:
+    with contextlib.ExitStack() as stack:
+        if mode == "drop":
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "uneven='drop'")
+        for batch in loader:
+            yield batch, loader.filler

@@ -1,6 +1,7 @@
 """A source that draws from the loop's generators is told so: once, and only such a source."""
 
 import random
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -77,3 +78,49 @@ def test_what_the_loop_draws_is_not_taken_for_the_source_s(source: Any) -> None:
             for _ in passing:
                 for draw in DRAWS.values():
                     draw()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_source_that_is_always_ahead_of_the_loop_is_seen_too(name: str) -> None:
+    """All that was read ahead is there, whenever the loop asks: it never waits for a draw."""
+
+    def source() -> Iterator[int]:
+        for k in range(12):
+            DRAWS[name]()
+            drawn.append(k)
+            yield k
+
+    def consume() -> list[int]:
+        drawn.clear()
+        got: list[int] = []
+        passing = iter(loader)
+        while len(got) < 12:
+            while len(drawn) < min(12, len(got) + 3):
+                time.sleep(0.001)
+            time.sleep(0.01)  # from the source's last draw to the batch's arrival
+            got.append(next(passing))
+            DRAWS[name]()
+        assert list(passing) == []
+        return got
+
+    drawn: list[int] = []
+    loader = DeviceLoader(source, "cpu", depth=3)
+    with pytest.warns(UserWarning, match=f"draws from {name} in") as caught:
+        assert consume() + consume() == 2 * list(range(12))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert [span.exposed for span in loader.timings() if span.name == "watch"] == [True]
+
+
+def test_a_source_that_waits_for_the_loop_is_not_waited_for() -> None:
+    """It reads the next batch when the loop has had this one; the look at its draws gives up soon."""
+    had = threading.Semaphore(2)
+
+    def source() -> Iterator[int]:
+        for k in range(6):
+            assert had.acquire(timeout=10)
+            yield k
+
+    for _ in DeviceLoader(source, "cpu", depth=2):
+        time.sleep(0.005)
+        had.release()

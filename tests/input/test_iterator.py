@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from overlapkit.input import DeviceLoader, iterator
 from overlapkit.lane import Lane
 from tests.input.sources import Numbers, in_order, plain, stateful_loader
+from tests.leftovers import Leftovers
 
 
 def readers() -> list[threading.Thread]:
@@ -136,14 +137,13 @@ def test_hundreds_of_early_breaks_leave_nothing() -> None:
     other = DeviceLoader(lambda: iter(range(100)), "cpu")
     for _ in range(3):
         next(iter(loader))
-    gc.collect()
-    threads, files = threading.active_count(), open_files()
+    before = Leftovers()
     for epoch in range(300):
         for taken, _ in enumerate(loader):
             if taken == epoch % 5:
                 break
         next(iter(other))
-    assert (threading.active_count(), open_files()) == (threads, files)
+    before.check()
     assert len(list(loader)) == 20
 
 

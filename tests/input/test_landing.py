@@ -325,3 +325,29 @@ def test_gpu_values_under_load(pin: bool) -> None:
     if pin:
         assert packed(loader) <= (1 << 20) * 40 + (1 << 21)
     loader.close()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_batches_that_are_dropped_on_the_way_take_no_memory_beside_the_next(
+    machine: FakeCuda, depth: int
+) -> None:
+    def page(k: int, empty: Empty) -> Any:
+        return filled(empty, (4096,), torch.uint8, k)
+
+    def build() -> ok.DeviceLoader:
+        return ok.DeviceLoader(Into(page, 40), "cuda", depth=depth, drop_through=True)
+
+    first = build()
+    for _ in zip(range(30), first, strict=False):
+        pass
+    loader = build()
+    loader.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match="30 batches that were taken before"):
+        passing = iter(loader)
+    assert [on_host(batch)[0] for batch in passing] == list(range(30, 40))
+    (mover,) = loader._idle
+    assert mover.nbytes <= (depth + 1) * 4096
+    assert packed(loader) == 0
+    del mover
+    first.close()
+    loader.close()

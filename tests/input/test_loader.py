@@ -108,7 +108,7 @@ def test_spans_on_the_cpu() -> None:
     spans = loader.timings()
     counts = {name: sum(span.name == name for span in spans) for name in ("source", "transform", "wait")}
     assert counts == {"source": 4, "transform": 3, "wait": 4}
-    assert all(span.lane == "input" and span.exposed == (span.name == "wait") for span in spans)
+    assert all(span.lane == "input" and span.exposed == (span.name in ("wait", "watch")) for span in spans)
     assert all(span.end >= span.start and not span.device for span in spans)
     assert loader.timings() == []
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from overlapkit.input.loader import DeviceLoader
 from overlapkit.input.mixture import Mixture
 from overlapkit.input.order import permute
+from overlapkit.input.sampler import ElasticSampler
 from overlapkit.input.tokens import TokenShards
 from overlapkit.input.weights import Plan, uniform
 from tests.input.token_sets import all_windows, write_set
@@ -555,3 +557,10 @@ def test_another_source_under_the_same_name_is_refused(folders: dict[str, Path])
         with pytest.raises(ValueError, match="state has sources="):
             Mixture({"a": other}, {"a": 1}).load_state_dict(state)
     Mixture({"a": source(folders, batch_size=5, rank=1, world_size=4)}, {"a": 1}).load_state_dict(state)
+
+
+def test_tokens_and_a_dataset_do_not_go_into_one_batch(folders: dict[str, Path]) -> None:
+    sampler = ElasticSampler(range(5), num_replicas=2, rank=0)
+    other = DataLoader(range(5), 2, sampler=sampler)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sources\['b'\] has kind samples, sources\['a'\] has tokens"):
+        Mixture({"a": source(folders), "b": other}, {"a": 1, "b": 1})

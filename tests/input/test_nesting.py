@@ -160,3 +160,27 @@ def test_equal_but_replaced_leaves_count_as_replaced() -> None:
     """Tensors compare elementwise: telling old from new must go by identity."""
     made = map_leaves([T], lambda leaf: leaf.clone())
     assert made[0] is not T
+
+
+def test_what_stands_in_a_batch_twice_is_one_object_afterwards() -> None:
+    other, moving = T.clone(), Moving(1)
+    asked: list[Any] = []
+
+    def ask(leaf: Any) -> Any:
+        asked.append(leaf)
+        return double(leaf)
+
+    made = map_leaves([T, {"a": (T, other)}, Sample(T), moving, [moving]], ask)
+    assert made[0] is made[1]["a"][0] is made[2].x
+    assert made[1]["a"][1] is not made[0]
+    assert made[3] is made[4][0]
+    assert [id(one) for one in asked] == [id(one) for one in (T, other, moving)]
+
+
+def test_what_a_mapping_makes_for_a_look_is_not_taken_for_another() -> None:
+    class Fresh(ReadOnly):
+        def __getitem__(self, key: Any) -> Any:
+            return torch.full((2,), self._data[key])
+
+    made = map_leaves(Fresh({k: k for k in range(50)}), lambda leaf: leaf * 2)
+    assert [made._data[k].tolist() for k in range(50)] == [[2 * k, 2 * k] for k in range(50)]

@@ -1,19 +1,30 @@
 """What is drawn for a sample depends on (seed, epoch, index), and on nothing else."""
 
 import copy
+import functools
 import pickle
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    StackDataset,
+    Subset,
+)
 
 from overlapkit.input import DeviceLoader, SampleSeed, SeededDataset
-from tests.input.sources import Augmented, Careless
+from tests.input.sources import Augmented, Careless, Numbers
 
 N = 12
 
@@ -162,3 +173,97 @@ def test_another_thread_is_refused() -> None:
     thread.start()
     thread.join()
     assert len(errors) == 1
+
+
+class Holding(Dataset[Any]):
+    """A dataset that reaches its seed by way of `make(seed)`."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Slotted:
+    __slots__ = ("seed", "unset")
+
+    def __init__(self, seed: Any) -> None:
+        self.seed = seed
+
+
+class Shy(SimpleNamespace):
+    """Whose properties are not for us to ask."""
+
+    @property
+    def epoch(self) -> Any:
+        raise AssertionError
+
+    @property
+    def other(self) -> Any:
+        raise AssertionError
+
+
+WRAPS: dict[str, Callable[[SampleSeed], Any]] = {
+    "attribute": Holding,
+    "transforms": lambda seed: Holding([SimpleNamespace(steps={"flip": (None, SimpleNamespace(seed=seed))})]),
+    "slots": lambda seed: Holding(Slotted(seed)),
+    "partial": lambda seed: Holding(functools.partial(seed.of)),
+    "closure": lambda seed: Holding(lambda index: seed.of(index)),
+    "module": lambda seed: Holding(torch.nn.Sequential(module_with(seed))),
+    "subset": lambda seed: Subset(Subset(Holding(seed), [0, 1]), [1]),
+    "concatenated": lambda seed: ConcatDataset([Numbers(2), Subset(Holding(seed), [0])]),
+    "stacked": lambda seed: StackDataset(a=Holding(seed), b=Numbers(2)),
+    "many": lambda seed: ConcatDataset([*(Numbers(1) for _ in range(1000)), Holding(seed)]),
+    "beside many": lambda seed: ConcatDataset([Holding([("a", k) for k in range(9999)]), Holding(seed)]),
+    "circle": lambda seed: in_a_circle(Holding(seed)),
+    "shy": lambda seed: Holding(Shy(seed=seed)),
+    "iterable": lambda seed: ChainDataset([Streamed(seed)]),
+}
+
+
+class Streamed(IterableDataset[int]):
+    def __init__(self, seed: SampleSeed) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Any:
+        return iter([0, 1])
+
+
+def module_with(seed: SampleSeed) -> torch.nn.Module:
+    module = torch.nn.Identity()
+    module.seed = seed  # type: ignore[assignment]
+    return module
+
+
+def in_a_circle(data: Any) -> Any:
+    data.again = [data]
+    return data
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_the_epoch_reaches_a_seed_wherever_a_dataset_keeps_it(how: str) -> None:
+    seed = SampleSeed(3)
+    loader = DeviceLoader(DataLoader(WRAPS[how](seed)), "cpu")
+    loader.set_epoch(4)
+    assert seed.epoch == 4
+    assert loader.state_dict()["epoch"] == 4
+
+
+def test_the_epoch_reaches_all_that_have_one() -> None:
+    class Told:
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    told = [Told(), Told(), Told()]
+    inner = Holding(told[0])
+    inner.set_epoch = told[1].set_epoch  # type: ignore[attr-defined]  # forwarded, as wrappers do
+    data = ConcatDataset([Subset(inner, [0])])
+    loader = DeviceLoader(DataLoader(data, collate_fn=functools.partial(lambda _, samples: samples, told[2])))
+    loader.set_epoch(7)
+    assert [one.epoch for one in told] == [7, 7, 7]

@@ -1,13 +1,17 @@
 """DeviceLoader's scheduling on a GPU, under the recorder: no value and no order may be wrong."""
 
 import gc
+import warnings
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import overlapkit as ok
-from overlapkit.input.transfer import Mover
+from overlapkit.input.transfer import Mover, _parts
 from overlapkit.lane import Lane, Ticket
 from overlapkit.pinned import PinnedBuffer
 from overlapkit.span import SpanLog
@@ -177,3 +181,82 @@ def test_the_recorder_sees_a_copy_that_does_not_wait_for_its_destination(
             submit(lane, *args)
 
     assert faults_with(Lane, "_run_on_stream", without_wait, monkeypatch)
+
+
+class Slotted:
+    __slots__ = ("parts",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.parts = {"x": [x]}
+
+
+WRAPS: dict[str, tuple[Any, Any]] = {
+    "dict": (lambda x: {"x": x}, lambda made: made["x"]),
+    "object": (lambda x: SimpleNamespace(inner=SimpleNamespace(x=x)), lambda made: made.inner.x),
+    "slots": (Slotted, lambda made: made.parts["x"][0]),
+    "moves itself": (lambda x: Unhelpful(x), lambda made: made.x),
+    "partial": (lambda x: partial(torch.sum, x), lambda made: made.args[0]),
+}
+
+
+class Unhelpful(Moving):
+    """Moves itself, and has no record_stream."""
+
+    record_stream = None  # type: ignore[assignment]
+
+    def __init__(self, x: Any = None) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_what_a_transform_made_is_not_used_again_while_the_loop_s_stream_reads_it(how: str) -> None:
+    wrap, get = WRAPS[how]
+    with fake_cuda() as machine:
+        loader = ok.DeviceLoader(batches(), "cuda", transform=lambda batch: wrap(batch["x"] * 2))
+        for index, batch in enumerate(loader):
+            assert get(batch).sum().raw.item() == 24 * index
+            del batch
+        gc.collect()
+        assert machine.faults == []
+        loader.close()
+
+
+def test_what_moves_itself_and_says_nothing_of_streams_is_ordered_all_the_same() -> None:
+    with fake_cuda() as machine:
+        loader = ok.DeviceLoader([Unhelpful() for _ in range(5)], "cuda", depth=1)
+        reading = iter(loader)
+        next(reading)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for batch in reading:
+                assert batch.x.sum().raw.item() == 4
+                batch.x = None
+        gc.collect()
+        assert machine.faults == []
+        loader.close()
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "coo", "csr", "nested", "jagged", "two in one", "twice two in one"]
+)
+def test_the_memory_of_every_kind_of_tensor_is_found(kind: str) -> None:
+    eye, rows = torch.eye(4), [torch.ones(2, 3), torch.ones(4, 3)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: these are prototypes
+        coo, csr, nested = eye.to_sparse(), eye.to_sparse_csr(), torch.nested.nested_tensor(rows)
+    made, parts = {
+        "plain": (eye, [eye]),
+        "coo": (coo, [coo._indices(), coo._values()]),
+        "csr": (csr, [csr.crow_indices(), csr.col_indices(), csr.values()]),
+        "nested": (nested, [nested.values()]),
+        "jagged": (jagged, [jagged.values(), jagged.offsets()]),
+        "two in one": (TwoTensor(eye, eye + 1), None),
+        "twice two in one": (TwoTensor(TwoTensor(eye, eye * 2), TwoTensor(eye + 1, eye + 2)), None),
+    }[kind]
+    if parts is None:
+        parts, waiting = [], [made]
+        for two in waiting:
+            waiting += [one for one in (two.a, two.b) if isinstance(one, TwoTensor)]
+            parts += [one for one in (two.a, two.b) if not isinstance(one, TwoTensor)]
+    found = {part.data_ptr() for part in _parts(made)}
+    assert {part.data_ptr() for part in parts} <= found

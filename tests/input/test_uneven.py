@@ -109,7 +109,7 @@ def test_uneven_ranks_are_refused_before_any_batch_where_lengths_are_known(kind:
             message = r"4 on rank\(s\) 0; 7 on rank\(s\) 1; 5 on rank\(s\) 2: give each.*uneven='drop'"
             with pytest.raises(ValueError, match=message):
                 next(iter(loader))
-        assert threading.active_count() == 1
+        assert threading.enumerate() == [threading.main_thread()]
 
     run_ranks(3, run)
 
@@ -398,7 +398,7 @@ def test_breaks_begin_afresh_and_leave_neither_threads_nor_keys() -> None:
         for turn in range(8):
             assert flat(list(islice(together(loader), 1 + turn % 4))) == list(range(1 + turn % 4))
             loader.close()
-            assert threading.active_count() == 1
+            assert threading.enumerate() == [threading.main_thread()]
             assert flat(list(together(loader))) == list(range(9))
             dist.barrier()
             keys.append(store.num_keys())
@@ -427,7 +427,7 @@ def test_closing_does_not_wait_for_other_ranks() -> None:
         if rank == 0:
             time.sleep(0.2)  # the lane waits for rank 1
             passing.close()
-            assert threading.active_count() == 1
+            assert threading.enumerate() == [threading.main_thread()]
             store.set("closed", "")
         passing.close()
         assert came == [True] * rank

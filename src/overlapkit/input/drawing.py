@@ -1,15 +1,14 @@
-"""Some batches of a mixture, drawn at once: which source each row is of, and which of its windows."""
+"""Some batches of a mixture, drawn at once: which source each row is of, and which of its samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 
 from overlapkit.input.documents import count_up
-from overlapkit.input.tokens import TokenShards
+from overlapkit.input.parts import Part
 from overlapkit.input.weights import Plan
-from overlapkit.input.windows import Batch, Places, fields, split
 
 _OWN, _ALL = 1 << 13, 1 << 18
 """Samples that are drawn at once, of this rank and of all, unless one batch has more: some milliseconds."""
@@ -29,23 +28,17 @@ class Drawn:
 
     counts: np.ndarray
     taken: np.ndarray
-    places: list[Places]
+    places: list[Any]
     home: np.ndarray
 
-    def read(self, sources: Sequence[TokenShards], number: int, batch: Batch, sorted_: Batch) -> None:
-        """Fill a batch; `sorted_` is memory for another."""
-        begin, end = self.taken[number], self.taken[number + 1]
-        parts = split(sorted_, (end - begin).tolist())
-        spans = map(slice, begin.tolist(), end.tolist())
-        for source, part, places, span in zip(sources, parts, self.places, spans, strict=True):
-            source.windows.fill(part, places[span])
-        home = torch.from_numpy(self.home[number])
-        for field, by_source in zip(fields(batch), fields(sorted_), strict=True):
-            torch.index_select(by_source, 0, home, out=field)
+    def rows(self, number: int) -> tuple[list[Any], np.ndarray]:
+        """A batch: where its rows of each source are, and its row of `home`."""
+        spans = map(slice, self.taken[number].tolist(), self.taken[number + 1].tolist())
+        return [where[span] for where, span in zip(self.places, spans, strict=True)], self.home[number]
 
 
 def draw(
-    sources: Sequence[TokenShards],
+    parts: Sequence[Part],
     plan: Plan,
     seed: int,
     epoch: int,
@@ -56,7 +49,7 @@ def draw(
     """Draw the batches that follow a position.
 
     Args:
-        sources: The mixture's.
+        parts: The mixture's.
         plan: Their weights.
         seed: Of the draws.
         epoch: Of the mixture.
@@ -64,33 +57,34 @@ def draw(
         counts: How many of these were of each source, int64 (sources,).
         most: How many batches to draw; fewer where that is more than some milliseconds' work.
     """
-    order, batch_size = sources[0].order, sources[0].batch_size
+    order, batch_size = parts[0].order, parts[0].batch_size
     whole = batch_size * order.world
     batches = max(1, min(most, _OWN // batch_size, _ALL // whole))
     every = plan.choose(seed, epoch, position, position + batches * whole)
     own = slice(order.rank, None, order.world)
     source, number = every[own], _earlier(every)[own]
     number += counts[source]
-    places = [_locate(one, epoch, number[source == index]) for index, one in enumerate(sources)]
+    places = [_locate(one, epoch, number[source == index]) for index, one in enumerate(parts)]
     by_source = source.reshape(batches, batch_size).argsort(axis=1, kind="stable")
     return Drawn(
-        counts + _running(every, batches, len(sources)),
-        _running(source, batches, len(sources)),
+        counts + _running(every, batches, len(parts)),
+        _running(source, batches, len(parts)),
         places,
         by_source.argsort(axis=1),
     )
 
 
-def _locate(source: TokenShards, epoch: int, number: np.ndarray) -> Places:
+def _locate(part: Part, epoch: int, number: np.ndarray) -> Any:
     """Find a source's samples by how many of it were drawn before, int64 (n,) rising.
 
     Each time round it has another order, and another one in each epoch of the mixture.
     """
-    turn, place = np.divmod(number, source.order.size)
+    turn, place = np.divmod(number, part.order.size)
+    turn += epoch << 32
     sample = np.empty_like(place)
     for now in np.unique(turn).tolist():
-        sample[turn == now] = source.order.at((epoch << 32) + now, place[turn == now])
-    return source.windows.locate(sample)
+        sample[turn == now] = part.order.at(now, place[turn == now])
+    return part.rows.locate(sample, turn)
 
 
 def _earlier(source: np.ndarray) -> np.ndarray:

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from overlapkit.input.generators import random_state
+from overlapkit.input.generators import Generators, random_state
 from overlapkit.input.landing import Empty
 from overlapkit.input.order import Order
 from overlapkit.input.position import Position
 from overlapkit.input.progress import FORMAT, Progress
 from overlapkit.input.sampler import ElasticSampler, Pass
 from overlapkit.input.sources import Cursor
-from overlapkit.input.twins import TwinLoader
+from overlapkit.input.twins import TwinCursor, TwinLoader
 
 
 def elastic_sampler(loader: DataLoader[Any]) -> ElasticSampler | None:
@@ -64,8 +64,10 @@ class ElasticLoader(TwinLoader["_IndexBatches"]):
         indices.one = one
         with random_state() if resumed else nullcontext():  # what iter() draws was drawn when the epoch began
             batches = iter(loader)
-        position = Position(one.position, one.epoch, self._identity())
-        return _ElasticCursor(batches, position, self._order, one, indices.size, self._batches(one.share))
+        if resume is not None:
+            self._restore_drawn(resume, stacklevel=7)
+        position, left = Position(one.position, one.epoch, self._identity()), self._batches(one.share)
+        return _ElasticCursor(batches, position, self._drawn(), self._order, one, indices.size, left)
 
     def over(self, position: Position) -> bool:
         """Whether no batch of the epoch is left."""
@@ -79,7 +81,7 @@ class ElasticLoader(TwinLoader["_IndexBatches"]):
     def rest(self) -> Position:
         """Where the sampler stands."""
         state = self._sampler.state_dict()
-        return Position(state["position"], state["epoch"], self._identity())
+        return Position(state["position"], state["epoch"], self._identity(), drawn=self._drawn().save())
 
     def _identity(self) -> dict[str, Any]:
         return {"size": self._order.size, "seed": self._order.seed, "shuffle": self._order.shuffle}
@@ -113,19 +115,26 @@ class _IndexBatches:
         return iter(BatchSampler(samples, self.size, self._drop_last)) if self._whole else samples
 
 
-class _ElasticCursor(Cursor):
+class _ElasticCursor(TwinCursor):
     """A pass whose position is how many samples all ranks together have taken."""
 
     def __init__(
-        self, batches: Iterator[Any], position: Position, order: Order, one: Pass, size: int, left: int
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        drawn: Generators,
+        order: Order,
+        one: Pass,
+        size: int,
+        left: int,
     ) -> None:
-        super().__init__(batches, position, left=left)
+        super().__init__(batches, position, drawn, left)
         self._order = order
         self._one = one
         self._size = size
         self._taken = 0
 
-    def after(self, here: Position, mark: Any) -> Position:
+    def _step(self, here: Position, mark: Any) -> Position:
         """One batch further; after the last one nothing is left, whatever has been dropped."""
         self._taken += 1
         one, last = self._one, self._taken == self.left

@@ -2,16 +2,23 @@
 
 from typing import Any
 
-from overlapkit.input.sample_seed import SampleSeed
+from overlapkit.input.reach import reachable
 from overlapkit.input.skipping import sampler_chain
 
 
 def epoch_holders(source: Any) -> list[Any]:
-    """A source that has epochs; else those of its samplers, its dataset and the seeds it holds that do."""
+    """A source that has epochs; else those of its samplers that do, of its datasets and of what they hold.
+
+    Datasets that wrap others may forward attributes, so they are asked; what else they hold is looked up by
+    its class.
+    """
     if callable(getattr(source, "set_epoch", None)):
         return [source]
-    candidates = [*sampler_chain(source), *_dataset_chain(getattr(source, "dataset", None))]
-    return [holder for holder in candidates if callable(getattr(holder, "set_epoch", None))]
+    asked = [*sampler_chain(source), *_dataset_chain(getattr(source, "dataset", None))]
+    found = [holder for holder in asked if callable(getattr(holder, "set_epoch", None))]
+    held = reachable(*asked, getattr(source, "collate_fn", None))
+    found += [holder for holder in held if callable(getattr(type(holder), "set_epoch", None))]
+    return list({id(holder): holder for holder in found}.values())
 
 
 def current_epoch(source: Any) -> int | None:
@@ -21,10 +28,9 @@ def current_epoch(source: Any) -> int | None:
 
 
 def _dataset_chain(dataset: Any) -> list[Any]:
-    """A dataset, those that it wraps, and the seeds that they hold."""
+    """A dataset, and those that it wraps."""
     chain: list[Any] = []
     while dataset is not None and not any(dataset is known for known in chain):
-        held = getattr(dataset, "__dict__", {}).values()
-        chain += [dataset, *(value for value in held if isinstance(value, SampleSeed))]
+        chain.append(dataset)
         dataset = getattr(dataset, "dataset", None)
     return chain

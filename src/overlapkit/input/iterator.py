@@ -56,7 +56,7 @@ class BatchIterator:
         depth: Pulls outstanding.
         device: Where batches go.
         log: Takes the consumer's waits.
-        watch: Looks on during the first of them.
+        watch: Looks on during the first pulls.
         ranks: The other ranks, or None where what they do does not matter.
         on_taken: Called at each hand-over with the position, and whether the batch was a filler.
         on_closed: Called once with the reader, when its thread has ended.
@@ -79,6 +79,7 @@ class BatchIterator:
         on_closed: Callable[[Reader], None],
     ) -> None:
         self._superseded = False
+        self._ahead = False  # of the loop: the batch was there when it was asked for
         self._owner = os.getpid(), threading.get_ident()
         self._begin = begin
         self._resumed = resume is not None
@@ -165,8 +166,13 @@ class BatchIterator:
         return outcome
 
     def _wait(self) -> Outcome:
-        with self._watch, self._log.host("input", "wait", exposed=True):
-            return self._tickets[0].wait()
+        self._ahead = self._tickets[0].done()
+        self._watch.begin(look=not self._ahead)
+        with self._log.host("input", "wait", exposed=True):
+            outcome = self._tickets[0].wait()
+        self._watch.end()
+        self._watch.tell()
+        return outcome
 
     def _settle(self, first: Outcome) -> None:
         """Find out which pass this is and how it goes on, before its first batch is handed over."""
@@ -226,7 +232,8 @@ class BatchIterator:
 
     def _accept(self, pulled: Pulled) -> Any:
         """Take a batch from the reader, which goes on with another."""
-        self._submit()
+        self._watch.begin(look=self._ahead)
+        pull = self._submit()
         try:
             batch = pulled.receive()
         except BaseException as error:
@@ -234,6 +241,9 @@ class BatchIterator:
             raise
         self._handed_out += 1
         self.position = self._reader.cursor.after(self.position, pulled.mark)
+        if self._watch.looking:
+            with self._log.host("input", "watch", exposed=True):
+                self._watch.end(pull)
         return batch
 
     def _fill(self) -> Any:
@@ -272,10 +282,11 @@ class BatchIterator:
             self._stand = self.position
             self._note(filler=False)
 
-    def _submit(self) -> None:
+    def _submit(self) -> Ticket[Outcome]:
         stream = torch.cuda.current_stream(self._device) if self._reader.mover is not None else None
         pull = self._lane.submit(partial(self._reader.pull, stream))
         self._tickets.append(self._plan.follow(pull))
+        return pull
 
     def _close_after(self, error: BaseException) -> None:
         try:

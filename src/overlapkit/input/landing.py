@@ -16,6 +16,11 @@ from overlapkit.pinned import PinnedBuffer, PinnedRing
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
+def host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Ordinary memory."""
+    return torch.empty(shape, dtype=dtype)
+
+
 def read(source: Any, empty: Empty | None) -> Iterator[Any]:
     """Begin a pass over `source`, into the memory that `empty` lends where the source can do so."""
     iter_into = getattr(source, "iter_into", None)
@@ -68,6 +73,10 @@ class Landing:
         buffer, self._buffer, self.used = self._buffer, None, 0
         if buffer is not None:
             buffer.give_back()
+
+    def anew(self) -> None:
+        """Lend the same memory again: what it was lent for is dropped."""
+        self.used = 0
 
     def lay_out(self, tensors: list[torch.Tensor]) -> tuple[Packing, list[PinnedBuffer]]:
         """Find a place for each of a batch's packable tensors.

@@ -38,18 +38,20 @@ class DeviceLoader:
     `iter_into(empty)`, as TokenShards does, makes its batches in that buffer: nothing is packed then. On
     the CPU batches are handed over as they are, read ahead.
 
-    Batches keep their types: lists, tuples, named tuples, mappings and dataclasses of any nesting are
-    rebuilt, tensors that share memory go on sharing it, objects with `.to` and `.pin_memory` move
-    themselves, and all else (numpy arrays too) is handed over untouched. Tensors of one batch share one
-    device allocation: one that is kept keeps all of it.
+    Batches keep their types: lists, tuples, named tuples, mappings, dataclasses of any nesting are rebuilt,
+    tensors that share memory go on sharing it, what stands in a batch twice stays one object, objects with
+    `.to` and `.pin_memory` move themselves, and all else (numpy arrays too) is handed over untouched. Tensors
+    of one batch share one device allocation: one that is kept keeps all of it.
 
     `state_dict()` counts what the loop has taken, not what was read ahead, and what is loaded applies to
     the next `iter()`. A map-style DataLoader is taken up in mid-epoch by skipping indices in the same
     order, a list by index, a source with a state of its own by that; anything else only between epochs,
     or by `drop_through`. A state at an epoch's end starts the next epoch. Random augmentation goes on
-    bitwise only where each sample has its own, as SampleSeed gives it: no state holds a dataset's generators,
-    and global ones are shared by the loop with the reader's thread (and on a GPU `transform`). A source that
-    is seen to draw from these is told, once.
+    bitwise where each sample has its own, as SampleSeed gives it, and where the map-style dataset of a
+    DataLoader without workers owns the generators that it draws from (torch's, random's, numpy's; in its
+    transforms, too): their states go with each batch. Workers draw from copies, which no state holds.
+    Global ones are shared by the loop with the reader's thread (and on a GPU `transform`): a source that is
+    seen to draw from them is told, once.
 
     Among several ranks a pass begins on all of them together, unless uneven is None. Where each knows how
     many batches it has (a list, a map-style DataLoader, or a source with a state and with `batches_left`,
@@ -241,9 +243,10 @@ class DeviceLoader:
 
         Lane input: "source" (the reader asked the source), "drop" (it read what had been taken), "wait"
         (exposed: the loop waited for a batch), "agree" (exposed: it waited for other ranks to begin the
-        pass), "transform" (CPU). Lane transfer: "pack" (into the host buffer), "copy" or "copy pageable"
-        (with bytes), "transform", "wait" (exposed: the loop's stream waited), "reuse" (exposed: the copy to
-        the fixed addresses).
+        pass), "watch" (exposed: it stood still, up to 50 ms for each of the first batches, to see whether the
+        source draws from its generators), "transform" (CPU). Lane transfer: "pack" (into the host buffer),
+        "copy" or "copy pageable" (with bytes), "transform", "wait" (exposed: the loop's stream waited),
+        "reuse" (exposed: the copy to the fixed addresses).
         """
         return self._log.take()
 

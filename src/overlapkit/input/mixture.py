@@ -1,6 +1,5 @@
-"""Mixture: rows of several token sets in one batch, drawn by weights that may change on the way."""
+"""Mixture: rows of several sources in one batch, drawn by weights that may change on the way."""
 
-import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -9,21 +8,22 @@ from itertools import zip_longest
 from typing import Any, Self
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 from overlapkit.input.checks import as_seed, is_integer
 from overlapkit.input.drawing import Drawn, draw
-from overlapkit.input.landing import Empty
+from overlapkit.input.landing import Empty, host_memory
 from overlapkit.input.order import Order
+from overlapkit.input.parts import as_parts
 from overlapkit.input.progress import Progress
-from overlapkit.input.tokens import TokenShards, host_memory
+from overlapkit.input.tokens import TokenShards
 from overlapkit.input.weights import Place, Plan, Weights
-from overlapkit.input.windows import Batch
 
 _ENDLESS = 2**62
 
 
 class Mixture:
-    """Batches whose rows are drawn from several TokenShards by weight.
+    """Batches whose rows are drawn from several sources by weight: TokenShards, or map-style datasets.
 
     ```python
     mixture = Mixture({"web": web, "code": code}, {"web": 0.7, "code": 0.3})
@@ -41,9 +41,12 @@ class Mixture:
     `set_epoch` said where to begin. Passes over the sources themselves are of no account here.
 
     Args:
-        sources: TokenShards by name, alike in window, pack, dtype, batch size, rank and number of ranks. One
-            with less than a batch for each rank is opened with drop_last=False. Draws depend on their
-            sequence: a state loads only where it is the same.
+        sources: TokenShards by name, alike in window, pack, dtype, batch size, rank and number of ranks (one
+            with less than a batch for each rank is opened with drop_last=False). Or DataLoaders over an
+            ElasticSampler, alike in the last three: their datasets' samples are loaded one by one in the
+            reader's thread, without workers, and put together by the first one's `collate_fn`; a SampleSeed
+            in a dataset draws anew each time round. Draws depend on the sequence of the sources: a state
+            loads only where it is the same.
         weights: One for each name, in any unit; or a schedule [(samples, weights), ...]: the weights from so
             many samples of all ranks on, in the first epoch, rising from 0. The last of them stay in force.
         seed: Of the draws, the same on every rank. The order within a source is by the source's own seed.
@@ -52,25 +55,26 @@ class Mixture:
         batch_size: That of the sources.
 
     Raises:
-        TypeError: A source is no TokenShards, or `weights` are none.
-        ValueError: Sources are not alike, or a weight is missing, of no source, negative or no number.
+        TypeError: A source is neither, or `weights` are none.
+        ValueError: Sources are not alike, one has workers, or a weight is missing, of no source, negative or
+            no number.
     """
 
     def __init__(
         self,
-        sources: Mapping[str, TokenShards],
+        sources: Mapping[str, TokenShards | DataLoader[Any]],
         weights: Weights | Sequence[tuple[int, Weights]],
         *,
         seed: int = 0,
     ) -> None:
-        _check(sources)
+        self._parts = as_parts(sources)
         self._names = list(sources)
-        self._sources = list(sources.values())
         self._plan = Plan(self._names, weights)
-        self.batch_size = self._sources[0].batch_size
-        parts = self._sources[0].order
-        self._order = Order(_ENDLESS, parts.rank, parts.world, as_seed(seed), shuffle=True, drop_last=True)
-        self._identity = {"sources": [[name, _digest(source)] for name, source in sources.items()]}
+        self.batch_size = self._parts[0].batch_size
+        ranks = self._parts[0].order
+        self._order = Order(_ENDLESS, ranks.rank, ranks.world, as_seed(seed), shuffle=True, drop_last=True)
+        digests = [part.digest for part in self._parts]
+        self._identity = {"sources": [list(one) for one in zip(self._names, digests, strict=True)]}
         self._progress = Progress(self._order, identity=self._identity)
         self._counts = np.zeros(len(sources), dtype=np.int64)
         self._latest: _Pass | None = None
@@ -86,8 +90,8 @@ class Mixture:
         Args:
             empty: Called with a shape and a dtype, within the `next()` that makes the batch.
         """
-        for source in self._sources:
-            source.windows.check()
+        for part in self._parts:
+            part.rows.check()
         with self._lock:
             self._progress.begin()
             self._start_anew()
@@ -112,7 +116,7 @@ class Mixture:
     @property
     def epochs(self) -> dict[str, int]:
         """How often each source has been gone through to its end, in this epoch of the mixture."""
-        sizes = [source.order.size for source in self._sources]
+        sizes = [part.order.size for part in self._parts]
         return dict(zip(self._names, (self._counts // sizes).tolist(), strict=True))
 
     @property
@@ -215,7 +219,7 @@ class Mixture:
         return {**progress, "counts": counts.tolist(), "weights": weights}
 
     def _draw(self, epoch: int, position: int, counts: np.ndarray, most: int) -> Drawn:
-        return draw(self._sources, self._plan, self._order.seed, epoch, position, counts, most)
+        return draw(self._parts, self._plan, self._order.seed, epoch, position, counts, most)
 
 
 class _Pass:
@@ -231,23 +235,20 @@ class _Pass:
         self._drawn: Drawn | None = None
         self._most = 1  # batches to draw next: few after a change, for another may follow soon
         self._number = 0  # of the next batch among those drawn
-        windows = mixture._sources[0].windows
-        self._new_batch = partial(windows.new_batch, mixture.batch_size)
-        self._sorted = self._new_batch(host_memory)
+        rows = [part.rows for part in mixture._parts]
+        self._mix = rows[0].mixer(rows, mixture.batch_size)
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         mixture = self._mixture
         with mixture._lock:
             drawn, number = self._take()
             if mixture._latest is self:
                 mixture._progress.take(self._batches * mixture.batch_size)
                 mixture._counts = self._counts
-        batch = self._new_batch(self._empty)
-        drawn.read(mixture._sources, number, batch, self._sorted)
-        return batch
+        return self._mix(*drawn.rows(number), self._empty)
 
     def redraw(self) -> None:
         """Forget what has been drawn and not taken: weights have changed."""
@@ -263,38 +264,3 @@ class _Pass:
         self._position += self._mixture.batch_size * self._mixture._order.world
         self._counts = self._drawn.counts[number + 1]
         return self._drawn, number
-
-
-def _digest(source: TokenShards) -> str:
-    """What a position in a source depends on."""
-    state = source.state_dict()
-    held = repr([(key, value) for key, value in state.items() if key not in ("epoch", "position")])
-    return hashlib.blake2b(held.encode(), digest_size=8).hexdigest()
-
-
-def _check(sources: Any) -> None:
-    if not isinstance(sources, Mapping) or not sources:
-        raise TypeError(f"sources={sources!r}: give {{name: TokenShards, ...}}")
-    for name, source in sources.items():
-        if not isinstance(name, str) or not isinstance(source, TokenShards):
-            raise TypeError(
-                f"sources[{name!r}] is a {type(source).__name__}: give TokenShards by name; rows cannot be "
-                "drawn one by one from anything else"
-            )
-    (first, one), *others = sources.items()
-    for name, other in others:
-        for what, here, there in zip(_ALIKE, _traits(one), _traits(other), strict=True):
-            if here != there:
-                raise ValueError(
-                    f"sources[{name!r}] has {what} {there}, sources[{first!r}] has {here}: rows of one batch "
-                    "are alike"
-                )
-
-
-_ALIKE = "window", "pack", "dtype", "batch_size", "rank", "world_size"
-
-
-def _traits(source: TokenShards) -> tuple[Any, ...]:
-    windows, order = source.windows, source.order
-    pack = "documents" if windows.documents else "windows"
-    return windows.length - 1, pack, windows.dtype, source.batch_size, order.rank, order.world

@@ -28,25 +28,37 @@ def map_leaves(batch: Any, fn: Callable[[Any], Any]) -> Any:
     """Replace each tensor, and each object that moves itself, by what `fn` makes of it.
 
     Followed are lists, tuples, named tuples, deques, mappings and dataclasses (frozen ones too), with
-    their subclasses. Nothing in `batch` is changed.
+    their subclasses. Nothing in `batch` is changed. What stands in it twice is asked for once: it is one
+    object afterwards, too.
 
     Raises:
         TypeError: A container cannot be rebuilt with its own type.
     """
+    made: dict[int, tuple[Any, Any]] = {}  # with the leaf itself: a mapping may make it for this look alone
+
+    def once(leaf: Any) -> Any:
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf, fn(leaf)
+        return made[id(leaf)][1]
+
+    return _mapped(batch, once)
+
+
+def _mapped(batch: Any, fn: Callable[[Any], Any]) -> Any:
     kind = type(batch)
     if kind in ATOMS:
         return batch
     if isinstance(batch, torch.Tensor) or moves_itself(batch):
         return fn(batch)
     if isinstance(batch, list | tuple | deque | UserList):
-        items = [map_leaves(item, fn) for item in batch]
+        items = [_mapped(item, fn) for item in batch]
         return batch if _same(items, batch) else _rebuild(_with_items, batch, items)
     if isinstance(batch, Mapping):
-        pairs = {key: map_leaves(item, fn) for key, item in batch.items()}
+        pairs = {key: _mapped(item, fn) for key, item in batch.items()}
         return batch if _same(pairs.values(), batch.values()) else _rebuild(_with_pairs, batch, pairs)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         old = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        new = {name: map_leaves(value, fn) for name, value in old.items()}
+        new = {name: _mapped(value, fn) for name, value in old.items()}
         return batch if _same(new.values(), old.values()) else _rebuild(_with_fields, batch, new)
     return batch
 

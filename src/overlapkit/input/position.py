@@ -18,6 +18,8 @@ class Position:
         mark: What the source noted with the last batch taken, or a function that works it out.
         again: The next batch has been taken, too: it is read again, to stand in where this rank has no more
             batches and others have.
+        drawn: The states of the dataset's own generators behind the last batch taken, or a function that
+            works them out.
     """
 
     taken: int = 0
@@ -25,6 +27,7 @@ class Position:
     order: Any = None
     mark: Any = None
     again: bool = False
+    drawn: Any = None
 
     @property
     def begun(self) -> bool:
@@ -41,7 +44,12 @@ class Position:
     @property
     def noted(self) -> Any:
         """The mark, worked out."""
-        return self.mark() if callable(self.mark) else self.mark
+        return _worked_out(self.mark)
+
+    @property
+    def states(self) -> Any:
+        """`drawn`, worked out."""
+        return _worked_out(self.drawn)
 
     def state_dict(self, kind: str) -> dict[str, Any]:
         """Plain values and uint8 tensors."""
@@ -53,6 +61,7 @@ class Position:
             "order": self.order,
             "mark": self.noted,
             "again": self.again,
+            "drawn": self.states,
         }
 
     @classmethod
@@ -79,5 +88,9 @@ class Position:
             )
         if missing := sorted({"taken", "epoch", "order", "mark"} - state.keys()):
             raise ValueError(f"state lacks {', '.join(missing)}: it is damaged")
-        again = bool(state.get("again"))  # a state of an earlier version has none
-        return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"], again)
+        again, drawn = bool(state.get("again")), state.get("drawn")  # a state of an earlier version has none
+        return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"], again, drawn)
+
+
+def _worked_out(value: Any) -> Any:
+    return value() if callable(value) else value

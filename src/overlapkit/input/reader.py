@@ -88,6 +88,8 @@ class Reader:
             with self._log.host("input", "drop"):
                 while self.cursor.to_drop and not self.stopped:
                     self.cursor.drop()
+                    if self.mover is not None:
+                        self.mover.landing.anew()
         if self.stopped:
             return None
         try:

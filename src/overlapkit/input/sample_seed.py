@@ -29,8 +29,10 @@ class SampleSeed:
             return flip(load(self.files[index]), torch.rand(1, generator=generator) < 0.5)
     ```
 
-    `DeviceLoader.set_epoch` reaches it there, and so do worker processes that are running already: the
-    epoch lies in shared memory. Without `set_epoch` each epoch draws the same.
+    `DeviceLoader.set_epoch` reaches it there, in datasets within that one (Subset, ConcatDataset) and in what
+    they hold at any depth: transforms, lists (of their first 4,096 items), closures. It reaches worker
+    processes that are running already, too: the epoch lies in shared memory. Without `set_epoch` each epoch
+    draws the same.
 
     Args:
         seed: Any integer; the same on every rank.

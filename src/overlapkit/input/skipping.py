@@ -15,11 +15,11 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from overlapkit.input.generators import Generators, random_state
+from overlapkit.input.generators import Generators, held_by, random_state
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
 from overlapkit.input.sources import Cursor, known_length
-from overlapkit.input.twins import TwinLoader
+from overlapkit.input.twins import TwinCursor, TwinLoader
 
 _SEEKABLE: tuple[type, ...] = type(iter([])), type(iter(range(0)))
 """Iterators that can begin anywhere, as those of SequentialSampler and DistributedSampler can."""
@@ -42,8 +42,9 @@ class SkippingLoader(TwinLoader["_IndexBatches"]):
     kind = "map"
 
     def __init__(self, original: DataLoader[Any]) -> None:
-        super().__init__(original)
-        self._random = Generators([original, *sampler_chain(original)])
+        held = list(held_by([original, *sampler_chain(original)]))
+        super().__init__(original, held)
+        self._random = Generators(held)
 
     def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start an epoch in a new order, or in that of `resume` after the batches taken there.
@@ -58,11 +59,13 @@ class SkippingLoader(TwinLoader["_IndexBatches"]):
             with random_state():  # what iter() draws was drawn when the epoch began
                 return self._start(order, resume)
         self._random.restore(order["generators"])  # saved before the first epoch
+        self._restore_drawn(resume, stacklevel=7)
         return self._start(None)
 
     def rest(self) -> Position:
         """The generators as they are; torch's global one moves on until the first epoch."""
-        return Position(order={"generators": self._random.save(), "torch": None})
+        order = {"generators": self._random.save(), "torch": None}
+        return Position(order=order, drawn=self._drawn().save())
 
     def over(self, position: Position) -> bool:
         """Whether all batches of the epoch have been taken, where their number is known."""
@@ -78,10 +81,13 @@ class SkippingLoader(TwinLoader["_IndexBatches"]):
         draws.prime()
         if resume is not None:
             draws.check(resume)
+            self._restore_drawn(resume, stacklevel=8)
         taken, mark = (resume.taken, resume.mark) if resume else (0, None)
         length = known_length(self.original)
         left = None if length is None else length - taken
-        return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), draws, left)
+        return _IndexCursor(
+            batches, Position(taken, order=draws.order, mark=mark), self._drawn(), draws, left
+        )
 
     def _index_batches(self) -> "_IndexBatches":
         original = self.original
@@ -221,23 +227,30 @@ def _advance(iterator: Iterator[Any], count: int) -> int:
     return next(counter)
 
 
-class _IndexCursor(Cursor):
+class _IndexCursor(TwinCursor):
     """A pass that notes with each batch which samples it was made of."""
 
-    def __init__(self, batches: Iterator[Any], position: Position, draws: _Draws, left: int | None) -> None:
-        super().__init__(batches, position, left=left)
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        position: Position,
+        drawn: Generators,
+        draws: _Draws,
+        left: int | None,
+    ) -> None:
+        super().__init__(batches, position, drawn, left)
         self._draws = draws
         self._ahead = draws.given
 
     def next(self) -> tuple[Any, Any]:
-        batch, _ = super().next()
+        batch, (_, states) = super().next()
         index = self._draws.under_way.popleft()
-        return batch, partial(digest, index.copy() if type(index) is list else index)
+        return batch, (partial(digest, index.copy() if type(index) is list else index), states)
 
     def close(self, handed_out: int, depth: int) -> None:
-        super().close(handed_out, depth)
         # how far the reader came is chance; where a shared generator is left must not be
         self._draws.advance(self._ahead + handed_out + depth)
+        super().close(handed_out, depth)
 
 
 def digest(index: Any) -> int | None:

@@ -15,10 +15,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from overlapkit.input.generators import random_state
+from overlapkit.input.generators import Generators, random_state, tell_lost
 from overlapkit.input.landing import Empty, read
 from overlapkit.input.nesting import ATOMS
 from overlapkit.input.position import Position
+from overlapkit.input.reach import reachable
 
 
 class Cursor:
@@ -180,6 +181,9 @@ class Stateful(Source):
     def __init__(self, original: Any) -> None:
         super().__init__(original)
         self.replays = not callable(getattr(original, "set_epoch", None))
+        dataset = getattr(original, "dataset", None)
+        stateless = not callable(getattr(dataset, "state_dict", None))
+        self._owned = Generators(reachable(dataset) if stateless else ())
 
     def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start, after the source has loaded its own state; one with epochs has the last word on them."""
@@ -190,6 +194,8 @@ class Stateful(Source):
                 self.original.set_epoch(told)
         taken = resume.taken if resume else 0
         begun = resume is not None and resume.begun
+        if begun and self._owned:
+            tell_lost(self._owned, taken, "source keeps it only of a dataset with state_dict()", stacklevel=6)
         with random_state() if begun else nullcontext():  # what iter() draws was drawn when the epoch began
             batches = read(self.original, empty)
         left = getattr(self.original, "batches_left", None)

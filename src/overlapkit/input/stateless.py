@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from overlapkit.input.generators import Generators, random_state
+from overlapkit.input.generators import Generators, held_by, random_state
 from overlapkit.input.landing import Empty, read
 from overlapkit.input.position import Position
 from overlapkit.input.skipping import sampler_chain
@@ -28,7 +28,7 @@ class Opaque(Source):
         self._why = why
         self._drop_through = drop_through
         holders = [original, getattr(original, "dataset", None), *sampler_chain(original)]
-        self._random = Generators(holders)
+        self._random = Generators(held_by(holders))
 
     def begin(self, resume: Position | None, empty: Empty | None = None) -> Cursor:
         """Start at the beginning, with the generators as they were when the epoch of `resume` began."""

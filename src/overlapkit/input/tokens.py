@@ -4,10 +4,8 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch
-
 from overlapkit.input.checks import as_count, as_rank, as_seed, check_choice
-from overlapkit.input.landing import Empty
+from overlapkit.input.landing import Empty, host_memory
 from overlapkit.input.order import Order
 from overlapkit.input.progress import Progress
 from overlapkit.input.shards import find_shards
@@ -185,8 +183,3 @@ class TokenShards:
                     if number == self._passes:
                         self._progress.finish() if taken >= share else self._progress.take(taken)
                     yield batch
-
-
-def host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Ordinary memory."""
-    return torch.empty(shape, dtype=dtype)

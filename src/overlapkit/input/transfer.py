@@ -11,11 +11,13 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlapkit.input.failed import Failed
 from overlapkit.input.landing import Landing
 from overlapkit.input.nesting import map_leaves, moves_itself
 from overlapkit.input.packing import packable
+from overlapkit.input.reach import reachable
 from overlapkit.lane import Lane, Ticket
 from overlapkit.pinned import PinnedRing
 from overlapkit.span import SpanLog
@@ -188,21 +190,26 @@ class Mover:
 
 
 def _also_used_on(stream: torch.cuda.Stream, batch: Any) -> None:
-    """Keep the allocator from reusing the batch's memory before `stream` is done with it."""
+    """Keep the allocator from reusing the batch's memory before `stream` is done with it.
 
-    def record(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            for part in _parts(leaf) if leaf.is_cuda else ():
-                part.record_stream(stream)
-        elif callable(record_stream := getattr(leaf, "record_stream", None)):
-            record_stream(stream)
-        return leaf
-
-    map_leaves(batch, record)
+    That of tensors within objects, too: a transform may return whatever it likes, and so may `.to`.
+    """
+    for held in reachable(batch, items=None):
+        if isinstance(held, torch.Tensor):
+            for part in _parts(held):
+                if part.is_cuda:  # what a jagged tensor knows of its lengths is not
+                    part.record_stream(stream)
+        elif callable(record_stream := getattr(type(held), "record_stream", None)):
+            record_stream(held, stream)
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that a sparse one consists of."""
+    """The strided tensors that a sparse or nested one, or one that wraps others, consists of."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return (tensor.values(),)
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return tuple(part for name in names for part in _parts(getattr(tensor, name)))
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -2,12 +2,16 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from overlapkit.input.sources import Source
+from overlapkit.input.generators import Generators, plain, tell_lost
+from overlapkit.input.position import Position
+from overlapkit.input.reach import reachable
+from overlapkit.input.sources import Cursor, Source
 
 Indices = TypeVar("Indices", bound=Iterable[Any])
 
@@ -17,11 +21,16 @@ class TwinLoader(Source, Generic[Indices]):
 
     Invariant:
         * Persistent workers have one twin for all passes: they belong to it.
+
+    Args:
+        original: The loader.
+        held: What its samplers hold: generators among it are theirs, though the dataset may have them too.
     """
 
-    def __init__(self, original: DataLoader[Any]) -> None:
+    def __init__(self, original: DataLoader[Any], held: Iterable[Any] = ()) -> None:
         super().__init__(original)
         self.exclusive = original.persistent_workers
+        self._owned = Generators(reachable(original.dataset, original.collate_fn), others=held)
         self._kept: tuple[DataLoader[Any], Indices] | None = None
 
     @abstractmethod
@@ -39,3 +48,58 @@ class TwinLoader(Source, Generic[Indices]):
             made._iterator = None  # the original's workers are not ours
             self._kept = made, indices
         return made, indices
+
+    def _drawn(self) -> Generators:
+        """The dataset's own generators, as far as the reader's thread draws from them."""
+        return Generators(()) if self.original.num_workers else self._owned
+
+    def _restore_drawn(self, resume: Position, stacklevel: int) -> None:
+        """Let the dataset's own generators go on behind the batches taken, or tell that they do not."""
+        states, drawn = resume.states, self._drawn()
+        if states is not None and len(states) == len(drawn):
+            drawn.restore(states)
+        if resume.begun and len(self._owned) and not (states and len(states) == len(drawn)):
+            why = "each worker has its own copies" if self.original.num_workers else "there were others then"
+            tell_lost(self._owned, resume.taken, why, stacklevel)
+
+
+class TwinCursor(Cursor):
+    """A pass over a twin, which notes with each batch how the dataset's own generators were left.
+
+    It leaves them behind the last batch that the consumer took.
+
+    Args:
+        batches: The twin's.
+        position: As of a Cursor.
+        drawn: The dataset's generators that the reader's thread draws from.
+        left: As of a Cursor.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], position: Position, drawn: Generators, left: int | None
+    ) -> None:
+        super().__init__(batches, position, left=left)
+        self._generators = drawn
+        self._behind = drawn.states()
+        position.drawn = partial(plain, self._behind)
+
+    def next(self) -> tuple[Any, Any]:
+        """The next batch, and its mark with the generators' states."""
+        batch, mark = super().next()
+        return batch, (mark, self._generators.states())
+
+    def after(self, here: Position, mark: Any) -> Position:
+        """Where the consumer stands that has taken one more batch."""
+        mark, self._behind = mark
+        there = self._step(here, mark)
+        if self._behind:
+            there.drawn = partial(plain, self._behind)
+        return there
+
+    def close(self, handed_out: int, depth: int) -> None:
+        """Let go of the iterator: how far the reader came is chance, and nothing depends on it."""
+        super().close(handed_out, depth)
+        self._generators.put_back(self._behind)
+
+    def _step(self, here: Position, mark: Any) -> Position:
+        return super().after(here, mark)

@@ -1,16 +1,16 @@
 """Windows over token shards: which tokens make up a sample, and how a batch of them is gathered."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from overlapkit.input.address_range import map_files
 from overlapkit.input.documents import PackedTokens, write_documents
-from overlapkit.input.landing import Empty
+from overlapkit.input.landing import Empty, host_memory
 from overlapkit.input.shards import OFFSETS, Shard, check_offsets, check_unchanged
 
 Batch = torch.Tensor | PackedTokens
@@ -98,8 +98,13 @@ class Windows:
         for shard in self._shards:
             check_unchanged(shard)
 
-    def locate(self, samples: np.ndarray) -> Places:
-        """Find windows, int64 (n,), each in [0, count). Thousands at a time are cheap."""
+    def alike(self) -> dict[str, Any]:
+        """What is equal in all sources of one mixture."""
+        pack = "documents" if self.documents else "windows"
+        return {"kind": "tokens", "window": self.length - 1, "pack": pack, "dtype": self.dtype}
+
+    def locate(self, samples: np.ndarray, epoch: np.ndarray | None = None) -> Places:
+        """Find windows, int64 (n,), each in [0, count), the same in every epoch. Thousands are cheap."""
         shard = np.searchsorted(self._ends, samples, side="right")
         local = (samples - self._begins[shard]) * (self.length - 1)
         start = self._first_token[shard] + local
@@ -121,6 +126,21 @@ class Windows:
         batch = self.new_batch(len(places), empty)
         self.fill(batch, places)
         return batch
+
+    def mixer(self, rows: "Sequence[Windows]", batch_size: int) -> Callable[..., Batch]:
+        """Gathers the rows of a batch by source, and from there to their places in it."""
+        by_source = self.new_batch(batch_size, host_memory)
+
+        def mix(places: list[Places], home: np.ndarray, empty: Empty) -> Batch:
+            batch = self.new_batch(batch_size, empty)
+            parts = split(by_source, [len(where) for where in places])
+            for one, part, where in zip(rows, parts, places, strict=True):
+                one.fill(part, where)
+            for field, sorted_ in zip(fields(batch), fields(by_source), strict=True):
+                torch.index_select(sorted_, 0, torch.from_numpy(home), out=field)
+            return batch
+
+        return mix
 
     def fill(self, batch: Batch, places: Places) -> None:
         """Put the rows into memory that is there."""

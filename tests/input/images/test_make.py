@@ -3,7 +3,6 @@
 import importlib.util
 import logging
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from overlapkit.input import images
 from overlapkit.input.images import make
+from tests.leftovers import Leftovers
 
 pytest.importorskip("nvidia.dali", reason="needs DALI (extra images)")
 
@@ -45,10 +45,10 @@ BOTH = [images.train_loader, images.eval_loader]
 def test_an_argument_out_of_range_is_named(
     photos: Any, kind: Any, options: dict[str, Any], message: str
 ) -> None:
-    before = threading.active_count()
+    before = Leftovers()
     with pytest.raises(ValueError, match=message):
         kind(photos, None, **{"batch_size": 4, **options})
-    assert threading.active_count() == before
+    before.check()
 
 
 @pytest.mark.parametrize(
