@@ -230,15 +230,15 @@ def test_a_pass_of_known_length_costs_its_begin_and_nothing_a_batch() -> None:
         calls = []
         for source in loaders:
             loader = DeviceLoader(source, "cpu")
-            assert loader._ranks is not None
-            loader._ranks.quorum.store = store = Store(loader._ranks.quorum.store)
+            assert loader._feed.ranks is not None
+            loader._feed.ranks.quorum.store = store = Store(loader._feed.ranks.quorum.store)
             dist.barrier()  # so that nobody waits, and asks again, for others to begin
             passing = iter(loader)
             next(passing)
             begin = store.calls
             list(passing)
             calls.append(store.calls - begin)
-            plan = type(passing._plan)
+            plan = type(passing._ahead.plan)
         return calls[0], calls[1], plan.__name__
 
     assert run_ranks(2, run) == [(0, 0, Counted.__name__)] * 2
@@ -263,10 +263,10 @@ def test_sources_of_ours_know_how_many_batches_they_have(tmp_path: Path) -> None
             other.load_state_dict(loader.state_dict())
             resumed = iter(other)
             next(resumed)
-            assert isinstance(passing._plan, Counted)
-            assert isinstance(resumed._plan, Counted)
+            assert isinstance(passing._ahead.plan, Counted)
+            assert isinstance(resumed._ahead.plan, Counted)
             if batches:
-                assert (passing._plan._left, resumed._plan._left) == (batches, batches - 3)
+                assert (passing._ahead.plan._left, resumed._ahead.plan._left) == (batches, batches - 3)
                 assert (len(list(passing)), len(list(resumed))) == (batches - 3, batches - 4)
             loader.close()
             other.close()
@@ -275,7 +275,7 @@ def test_sources_of_ours_know_how_many_batches_they_have(tmp_path: Path) -> None
 
 
 def test_one_process_and_independent_ranks_exchange_nothing() -> None:
-    assert DeviceLoader([1], "cpu")._ranks is None
+    assert DeviceLoader([1], "cpu")._feed.ranks is None
 
     def run(rank: int) -> list[Any]:
         dist.barrier()  # a rank that is done while others still connect breaks their connections
@@ -290,9 +290,9 @@ def test_a_loader_that_one_rank_alone_iterates() -> None:
         loader = DeviceLoader([1, 2] if rank == 0 else generated(2), "cpu")
         message = ""
         if rank == 1:
-            assert loader._ranks is not None
-            assert loader._ranks.quorum.timeout == 30  # half of the group's
-            loader._ranks.quorum.timeout = 0.5
+            assert loader._feed.ranks is not None
+            assert loader._feed.ranks.quorum.timeout == 30  # half of the group's
+            loader._feed.ranks.quorum.timeout = 0.5
             with pytest.raises(RankFailed) as caught:
                 next(iter(loader))
             message = str(caught.value)
@@ -310,10 +310,10 @@ def test_a_loader_that_one_rank_alone_iterates() -> None:
 def test_a_rank_that_leaves_a_pass_is_named(gone: int) -> None:
     def run(rank: int) -> str:
         loader = DeviceLoader(generated(50), "cpu")
-        assert loader._ranks is not None
+        assert loader._feed.ranks is not None
         passing = iter(loader)
         taken = [next(passing)]
-        loader._ranks.quorum.timeout = 4.0  # only now: the ranks do not start at the same time
+        loader._feed.ranks.quorum.timeout = 4.0  # only now: the ranks do not start at the same time
         taken += [next(passing) for _ in range(2)]
         if rank == gone:
             passing.close()
@@ -463,7 +463,7 @@ def test_batches_are_agreed_on_as_far_ahead_as_they_are_read() -> None:
     def run(rank: int) -> int:
         passing = iter(DeviceLoader(generated(20), "cpu", depth=4))
         next(passing)
-        plan = passing._plan
+        plan = passing._ahead.plan
         assert isinstance(plan, Agreed)
         deadline = time.monotonic() + 20
         while plan._index < 5 and time.monotonic() < deadline:

@@ -2,10 +2,11 @@
 
 import random
 import sys
-import warnings
 from typing import Any
 
 import torch
+
+from overlapkit.warn import warn
 
 WAITS = 4
 """So many waits are looked at: a source that draws does so for nearly every batch."""
@@ -34,12 +35,11 @@ class DrawWatch:
         moved = [name for name, state in _states().items() if before.get(name, state) != state]
         if moved:
             self._left = 0
-            warnings.warn(
+            warn(
                 f"source (or transform) draws from {' and '.join(moved)} in the reader's thread, beside the "
                 "training loop: who of the two draws first is chance, so that no run repeats another "
                 "bitwise, nor goes on so when it is resumed. Seed what is drawn for a sample: see "
-                "overlapkit.input.SampleSeed",
-                stacklevel=5,
+                "overlapkit.input.SampleSeed"
             )
 
 

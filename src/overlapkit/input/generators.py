@@ -23,27 +23,49 @@ class Generators:
         """Their states, uint8."""
         return [generator.get_state() for generator in self._generators]
 
-    def restore(self, states: list[Any]) -> None:
-        """Let them go on from what `save` returned.
+    def check(self, order: Any, *, begun: bool) -> None:
+        """Refuse what is not the state that a pass over this source began from, or will where none was `begun`.
 
         Raises:
-            RuntimeError: There are others.
+            ValueError: It is damaged, or of a source with other generators.
         """
+        states = order.get("generators") if isinstance(order, dict) and "torch" in order else None
+        if not isinstance(states, list | tuple):
+            raise ValueError(f"state has order={order!r:.80}: it is damaged, for that holds generator states")
         if len(self._generators) != len(states):
-            raise RuntimeError(
+            raise ValueError(
                 f"state holds {len(states)} generator state(s), source has {len(self._generators)} "
                 "torch.Generator(s): build the source as it was when the state was saved"
             )
         for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(torch.as_tensor(state, dtype=torch.uint8, device="cpu"))
+            _try(torch.Generator(generator.device), state)
+        if begun or order["torch"] is not None:
+            _try(torch.Generator(), order["torch"])
+
+    def restore(self, states: list[Any]) -> None:
+        """Let them go on from what `save` returned."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(_bytes(state))
 
     def begin(self, order: dict[str, Any] | None) -> dict[str, Any]:
         """Bring back the state that a pass began from, torch's global one too; or note the one there is."""
         if order is None:
             return {"generators": self.save(), "torch": torch.get_rng_state()}
         self.restore(order["generators"])
-        torch.set_rng_state(torch.as_tensor(order["torch"], dtype=torch.uint8, device="cpu"))
+        torch.set_rng_state(_bytes(order["torch"]))
         return order
+
+
+def _bytes(state: Any) -> torch.Tensor:
+    """A generator's state, which may have become a list on its way through JSON."""
+    return torch.as_tensor(state, dtype=torch.uint8, device="cpu")
+
+
+def _try(generator: torch.Generator, state: Any) -> None:
+    try:
+        generator.set_state(_bytes(state))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"state holds a generator state that is damaged: {error}") from error
 
 
 @contextmanager

@@ -4,8 +4,10 @@ No collectives: it goes through the job's store, and a rank that is late or gone
 wait.
 """
 
+import contextlib
 import itertools
 from collections import defaultdict
+from functools import cached_property
 
 from overlapkit.input.agreement import Agreed
 from overlapkit.input.uneven import ALONE, REMEDY, Counted, Plan, Uneven
@@ -21,18 +23,22 @@ class Ranks:
         mode: What to do where they have different numbers of batches.
 
     Attributes:
-        quorum: The ranks.
         litter: Keys of this rank's in the store that nobody reads once all ranks have begun another pass.
         warned: It was said that batches are left out.
     """
 
     def __init__(self, mode: Uneven) -> None:
         self.mode = mode
-        self.quorum = Quorum("input")
-        self.quorum.timeout /= 2  # to name the rank before a collective's own timeout ends the job
         self.litter: list[str] = []
         self.warned = False
         self._passes = itertools.count()
+
+    @cached_property
+    def quorum(self) -> Quorum:
+        """The ranks. Loaders are numbered by their first passes: one that nobody iterates counts nowhere."""
+        quorum = Quorum("input")
+        quorum.timeout /= 2  # to name the rank before a collective's own timeout ends the job
+        return quorum
 
     def next_pass(self) -> int:
         """The number of a pass that begins."""
@@ -40,7 +46,8 @@ class Ranks:
 
     def fail(self, number: int, error: BaseException) -> None:
         """Tell the others, who may be waiting, that a pass failed here before its first batch."""
-        self.quorum.fail(str(number), error)
+        with contextlib.suppress(RuntimeError):  # no store, no process group: what is wrong here comes first
+            self.quorum.fail(str(number), error)
 
     def settle(self, number: int, left: float | None, *, resumed: bool, spare: bool) -> Plan:
         """Say how many batches this rank has in a pass, and learn what all of them make of it.

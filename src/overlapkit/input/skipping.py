@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from overlapkit.input.checks import is_integer
 from overlapkit.input.generators import Generators, random_state
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
@@ -59,6 +60,23 @@ class SkippingLoader(TwinLoader["_IndexBatches"]):
                 return self._start(order, resume)
         self._random.restore(order["generators"])  # saved before the first epoch
         return self._start(None)
+
+    def check(self, resume: Position) -> None:
+        """Refuse a position beyond the end, and what is no order of this source's.
+
+        Raises:
+            ValueError: It is damaged, or of another source.
+        """
+        length = known_length(self.original)
+        if length is not None and resume.taken > length:
+            raise ValueError(
+                f"state has taken {resume.taken} batches, source has {length}: it is not the source that the "
+                "state was saved over"
+            )
+        if resume.begun or resume.order is not None:
+            self._random.check(resume.order, begun=resume.begun)
+        if resume.mark is not None and not is_integer(resume.mark):
+            raise ValueError(f"state has mark={resume.mark!r:.80}: it is damaged, for that is a checksum")
 
     def rest(self) -> Position:
         """The generators as they are; torch's global one moves on until the first epoch."""

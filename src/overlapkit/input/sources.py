@@ -85,7 +85,9 @@ class Cursor:
         return replace(here, taken=self.position.taken + int(self.left), mark=None)
 
     def close(self, handed_out: int, depth: int) -> None:
-        """Let go of the source's iterator. Called once, when nobody is in `next`.
+        """Let go of the source's iterator, now, though a traceback may still refer to it.
+
+        Called once, when nobody is in `next`.
 
         Args:
             handed_out: Batches of this pass that the consumer took.
@@ -93,7 +95,9 @@ class Cursor:
         """
         batches, self._batches = self._batches, None
         if isinstance(batches, GeneratorType):
-            batches.close()  # now, and with its own errors, though a traceback may still refer to it
+            batches.close()
+        elif getattr(batches, "_workers", None) and not getattr(batches, "_persistent_workers", True):
+            batches._shutdown_workers()  # type: ignore[union-attr]  # as a DataLoader's iterator at its end
 
 
 class Source(ABC):
@@ -134,8 +138,7 @@ class Source(ABC):
         Raises:
             ValueError: It cannot; the message says why and what to do.
         """
-        if resume.taken < 0:
-            raise ValueError(f"state has taken {resume.taken} batches: it is damaged")
+        return  # what every source asks of a position is asked where it is read
 
     def rest(self) -> Position:
         """Where the consumer stands before the first epoch."""
@@ -159,7 +162,6 @@ class Listed(Source):
 
     def check(self, resume: Position) -> None:
         """Refuse a position beyond the end."""
-        super().check(resume)
         if resume.taken > len(self.original):
             raise ValueError(
                 f"state has taken {resume.taken} batches, source has {len(self.original)}: "
