@@ -7,7 +7,6 @@ wait.
 import contextlib
 import itertools
 from collections import defaultdict
-from functools import cached_property
 
 from overlapkit.input.agreement import Agreed
 from overlapkit.input.uneven import ALONE, REMEDY, Counted, Plan, Uneven
@@ -23,22 +22,18 @@ class Ranks:
         mode: What to do where they have different numbers of batches.
 
     Attributes:
+        quorum: The ranks.
         litter: Keys of this rank's in the store that nobody reads once all ranks have begun another pass.
         warned: It was said that batches are left out.
     """
 
     def __init__(self, mode: Uneven) -> None:
         self.mode = mode
+        self.quorum = Quorum("input")
+        self.quorum.timeout /= 2  # to name the rank before a collective's own timeout ends the job
         self.litter: list[str] = []
         self.warned = False
         self._passes = itertools.count()
-
-    @cached_property
-    def quorum(self) -> Quorum:
-        """The ranks. Loaders are numbered by their first passes: one that nobody iterates counts nowhere."""
-        quorum = Quorum("input")
-        quorum.timeout /= 2  # to name the rank before a collective's own timeout ends the job
-        return quorum
 
     def next_pass(self) -> int:
         """The number of a pass that begins."""
