@@ -71,7 +71,7 @@ class Quorum:
 
     @cached_property
     def name(self) -> str:
-        """What its keys begin with. One that is never used on some rank must not shift the others' numbers."""
+        """What its keys begin with. One that is never used, and on one rank only, shifts no other's."""
         return f"overlapkit/{zlib.crc32(self._name.encode()):08x}/{next(_opened[self._name])}"
 
     def together(self, key: str, work: Callable[[], Report], judge: Judge) -> Report:

@@ -258,6 +258,28 @@ def test_state_before_anything_was_taken() -> None:
     assert [plain(batch) for batch in other] == want
 
 
+@pytest.mark.parametrize("kind", sorted(RESUMABLE))
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+def test_state_after_a_pass_has_begun_and_before_its_first_batch(kind: str, epochs: int) -> None:
+    """It is the beginning of this pass, in this order, and of no other."""
+    torch.manual_seed(3)
+    loader = DeviceLoader(RESUMABLE[kind](12, 2), "cpu")
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        list(loader)
+    loader.set_epoch(epochs)
+    passing = iter(loader)
+    state = loader.state_dict()
+    assert loader.next_epoch == epochs
+    want = [plain(batch) for batch in passing]
+    torch.manual_seed(99)
+    other = DeviceLoader(RESUMABLE[kind](12, 2), "cpu")
+    other.load_state_dict(state)
+    assert other.next_epoch == epochs
+    other.set_epoch(epochs)
+    assert [plain(batch) for batch in other] == want
+
+
 def test_a_loaded_state_is_handed_on_until_a_batch_is_taken() -> None:
     first = DeviceLoader(shuffled(10, 2), "cpu")
     next(iter(first))

@@ -344,6 +344,74 @@ def test_an_error_at_the_first_batch_reaches_all_ranks(culprit: int, known: bool
     run_ranks(2, run)
 
 
+@pytest.mark.parametrize("kind", ["function", "loader"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_error_of_iter_reaches_all_ranks(culprit: int, kind: str) -> None:
+    """Also where what begins is the epoch behind the one that a state stands at the end of."""
+
+    class Breaks(Unsized):
+        whole = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.whole -= 1
+            if self.whole < 0:
+                raise LookupError("no order")
+            return super().__iter__()
+
+    def run(rank: int) -> None:
+        breaks = Breaks(3)
+        source = DataLoader(Numbers(3), 1, sampler=breaks) if kind == "loader" else lambda: iter(breaks)
+        loader = DeviceLoader(source, "cpu")
+        error, match = (LookupError, "no order") if rank == culprit else (RankFailed, f"{culprit}: Look")
+        breaks.whole = 9 if rank != culprit else 0
+        for _ in range(2):
+            with pytest.raises(error, match=match):
+                next(iter(loader))
+        if kind == "loader":
+            breaks.whole = 9
+            passing = iter(loader)
+            at_the_end = [next(passing) for _ in range(3)] and loader.state_dict()
+            passing.close()
+            loader.load_state_dict(at_the_end)
+            breaks.whole = 9 if rank != culprit else 1
+            with pytest.raises(error, match=match):
+                next(iter(loader))
+        breaks.whole = 9
+        assert flat(list(together(loader))) == ([[0], [1], [2]] if kind == "loader" else [0, 1, 2])
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_error_at_a_hand_over_reaches_all_ranks(culprit: int, at: int) -> None:
+    """The batch was agreed on, and then could not be put at its address."""
+
+    def run(rank: int) -> None:
+        def source() -> Iterator[torch.Tensor]:
+            for k in range(9):
+                yield torch.full((2,), float(k), requires_grad=rank == culprit and k == at)
+
+        loader = DeviceLoader(source, "cpu", reuse_buffers=True, depth=3)
+        error, match = (TypeError, "requires grad") if rank == culprit else (RankFailed, f"{culprit}: Type")
+        for _ in range(2):
+            with pytest.raises(error, match=match):
+                list(loader)
+
+    run_ranks(3, run)
+
+
+def test_a_loader_that_one_rank_alone_makes_and_nobody_iterates() -> None:
+    def run(rank: int) -> list[Any]:
+        extra = [DeviceLoader([7], "cpu") for _ in range(rank)]
+        loaders = [DeviceLoader(generated(3), "cpu"), DeviceLoader([4, 5], "cpu")]
+        got = [flat(list(together(loader))) for loader in loaders]
+        del extra
+        return got
+
+    assert run_ranks(2, run) == [[[0, 1, 2], [4, 5]]] * 2
+
+
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_an_error_amid_a_pass_of_unknown_length_reaches_all_ranks(culprit: int) -> None:
     def run(rank: int) -> None:

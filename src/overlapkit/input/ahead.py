@@ -108,7 +108,9 @@ class ReadAhead:
         end = self.stop()
         if wait:
             try:
-                self._lane.close(PATIENCE_S)
+                end.wait(
+                    PATIENCE_S
+                )  # before the thread: an interrupted join takes it for ended (Python 3.11)
             except TimeoutError:
                 if end.done():
                     raise  # the source's own
@@ -117,6 +119,10 @@ class ReadAhead:
                     "left to end by itself",
                     RuntimeWarning,
                 )
+            finally:
+                if end.done():
+                    self._lane.close()
+                    self._let_go = True
         if self._feed.exclusive and not end.done():
             self._feed.left.append(end)
         self._let_go = True

@@ -24,7 +24,7 @@ class Generators:
         return [generator.get_state() for generator in self._generators]
 
     def check(self, order: Any, *, begun: bool) -> None:
-        """Refuse what is not the state that a pass over this source began from, or will where none was `begun`.
+        """Refuse what is not the state that a pass began from, or will begin from where none was `begun`.
 
         Raises:
             ValueError: It is damaged, or of a source with other generators.
