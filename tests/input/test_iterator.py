@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -228,6 +229,29 @@ def test_an_error_in_closing_the_source_is_a_note_on_the_original() -> None:
     with pytest.raises(LookupError, match="first") as caught:
         list(DeviceLoader(source, "cpu", transform=transform))
     assert any("second" in note for note in caught.value.__notes__)
+
+
+def test_an_error_of_a_sampler_behind_what_was_asked_for_is_nobody_s() -> None:
+    """A pass that is left early draws on until where generators would stand, whatever was read ahead."""
+
+    class Breaks:
+        def __iter__(self) -> Iterator[int]:
+            yield from range(2)
+            asked.append(True)
+            raise LookupError("index 2")
+
+        def __len__(self) -> int:
+            return 9
+
+    asked: list[bool] = []
+    loader = DeviceLoader(in_order(9, 1, sampler=Breaks()), "cpu", depth=1)
+    with mock.patch.object(Lane, "delay_s", 0.02):  # so that nothing of it was read
+        passing = iter(loader)
+        assert [plain(next(passing)) for _ in range(2)] == [[0], [1]]
+        passing.close()
+    assert asked == [True]
+    with pytest.raises(LookupError, match="index 2"):
+        list(loader)
 
 
 def test_an_error_in_the_loop_body_is_the_only_one() -> None:

