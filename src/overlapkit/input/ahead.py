@@ -108,9 +108,7 @@ class ReadAhead:
         end = self.stop()
         if wait:
             try:
-                end.wait(
-                    PATIENCE_S
-                )  # before the thread: an interrupted join takes it for ended (Python 3.11)
+                end.wait(PATIENCE_S)  # before join(), which, interrupted, takes the thread for ended (3.11)
             except TimeoutError:
                 if end.done():
                     raise  # the source's own
@@ -152,8 +150,7 @@ def wait_for_earlier(feed: Feed) -> None:
                 "iterator at a time: see what it waits for, or call iter() again when it is done"
             ) from error
         finally:
-            if end.done():
-                feed.left.remove(end)
+            feed.left[:] = [one for one in feed.left if not one.done()]
 
 
 def _let_go(feed: Feed, reader: Reader, plan: Plan, handed_out: int) -> None:

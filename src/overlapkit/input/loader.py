@@ -44,6 +44,11 @@ class DeviceLoader:
     and global ones are shared by the loop with the reader's thread (and on a GPU `transform`). A source that
     is seen to draw from these is told, once.
 
+    Source and transform run under the grad mode of `iter()` (in inference mode without grad), not under the
+    loop's autocast or default device.
+
+    A source that knows how many batches it has is held to that: an epoch that is silently short is lost data.
+
     Among several ranks a pass begins on all of them together, unless uneven is None. Where each knows how
     many batches it has (a list, a map-style DataLoader, or a source with a state and with `batches_left`,
     which counts those of the pass that its `iter()` began), they say so once, through the job's store, and
