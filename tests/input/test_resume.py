@@ -17,6 +17,7 @@ from tests.input.sources import (
     MAP_STYLE,
     RESUMABLE,
     Numbers,
+    StatefulStream,
     Stream,
     generator,
     in_order,
@@ -360,8 +361,9 @@ def test_another_epoch_than_the_state_s_starts_at_its_beginning_with_a_warning()
     other = DeviceLoader(MAP_STYLE["distributed"](12, 2), "cpu")
     other.load_state_dict(loader.state_dict())
     other.set_epoch(2)
-    with pytest.warns(UserWarning, match="stands after batch 1 of epoch 1, but epoch 2"):
+    with pytest.warns(UserWarning, match="stands after batch 1 of epoch 1, but epoch 2") as caught:
         got = [plain(batch) for batch in other]
+    assert caught[0].filename == __file__
     loader.set_epoch(2)
     assert got == [plain(batch) for batch in loader]
 
@@ -417,11 +419,16 @@ DAMAGED_MAP = [("taken", 7), ("order", None), ("mark", "text"), ("mark", [1])]
 
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
-    [("map", *what) for what in DAMAGED + DAMAGED_MAP] + [("iterable", *what) for what in DAMAGED],
+    [
+        *(("map", *what) for what in DAMAGED + DAMAGED_MAP),
+        *(("iterable", *what) for what in DAMAGED),
+        ("stateful", "mark", None),
+    ],
     ids=lambda value: f"{value!r:.40}",
 )
 def test_a_damaged_state_is_refused_when_it_is_loaded(kind: str, key: str, value: Any) -> None:
-    source = own_generator(12, 2) if kind == "map" else Stream(6)
+    sources = {"map": own_generator(12, 2), "iterable": Stream(6), "stateful": StatefulStream(6)}
+    source = sources[kind]
     loader = DeviceLoader(source, "cpu", drop_through=kind == "iterable")
     next(iter(loader))
     state = loader.state_dict()

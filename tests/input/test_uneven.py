@@ -138,6 +138,7 @@ def test_drop_ends_all_ranks_with_the_shortest_and_says_so_once(kind: str) -> No
                 assert len(passed) == 4
                 assert not any(filler for _, filler in passed)
         assert [str(word.message)[:13] for word in said] == (["uneven='drop'"] if rank else [])
+        assert all(word.filename == __file__ for word in said)
         return len({str(batch) for batch in flat(passed)})
 
     assert run_ranks(3, run) == [4, 4, 4]

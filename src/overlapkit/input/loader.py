@@ -81,7 +81,7 @@ class DeviceLoader:
             "drop" ends the pass on all with the shortest, "join" hands a rank's last batch over again until
             the longest is done (`filler` is True then: multiply the loss by 0); its containers are new, its
             tensors the same memory. None lets ranks be independent, and is for a loader that not every rank
-            makes, in the same sequence, and iterates equally often.
+            iterates, equally often. (Ranks tell their loaders apart by which was iterated first.)
 
     Raises:
         TypeError: `source` is no re-iterable of batches.

@@ -202,6 +202,11 @@ class Stateful(Source):
         is_over = getattr(self.original, "is_over", None)
         return callable(is_over) and bool(is_over(position.noted))
 
+    def check(self, resume: Position) -> None:
+        """Refuse a position without the source's own state."""
+        if resume.begun and resume.mark is None:
+            raise ValueError(f"state has taken {resume.taken} batches and no state of source: it is damaged")
+
     def rest(self) -> Position:
         """The source's state."""
         return Position(mark=self.snapshot())
