@@ -26,6 +26,7 @@ class Agreed(Plan):
     Invariants:
         * A rank reports on a batch only when it knows what all ranks said about the one before.
         * The last rank to report on a batch gives the verdict, and deletes the keys of the one before.
+        * A rank whose consumer fails says so under a key of its own, at which those look who wait.
         * Nothing here refers to the consumer's side, so a forgotten iterator is collected.
 
     Args:
@@ -129,12 +130,12 @@ class Agreed(Plan):
             return total
         if what == _FAILED:
             return None  # its own error need not wait for the others
-        in_vain = lambda: self._over or store.check([self._broken])  # noqa: E731
-        if await_keys(store, [verdict], self._quorum.timeout, in_vain):
+        broken = partial(store.check, [self._broken])
+        if await_keys(store, [verdict], self._quorum.timeout, lambda: self._over or broken()):
             return int(store.get(verdict))
         if self._over:
             return None
-        if store.check([self._broken]):
+        if broken():
             raise RankFailed(store.get(self._broken).decode())
         heard = self._heard()
         late = [rank for rank in range(self._quorum.world) if heard.get(rank, (-1,))[0] < self._index]

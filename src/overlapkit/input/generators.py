@@ -38,9 +38,9 @@ class Generators:
                 "torch.Generator(s): build the source as it was when the state was saved"
             )
         for generator, state in zip(self._generators, states, strict=True):
-            _try(torch.Generator(generator.device), state)
+            _refuse_damaged(torch.Generator(generator.device), state)
         if begun or order["torch"] is not None:
-            _try(torch.Generator(), order["torch"])
+            _refuse_damaged(torch.Generator(), order["torch"])
 
     def restore(self, states: list[Any]) -> None:
         """Let them go on from what `save` returned."""
@@ -61,7 +61,7 @@ def _bytes(state: Any) -> torch.Tensor:
     return torch.as_tensor(state, dtype=torch.uint8, device="cpu")
 
 
-def _try(generator: torch.Generator, state: Any) -> None:
+def _refuse_damaged(generator: torch.Generator, state: Any) -> None:
     try:
         generator.set_state(_bytes(state))
     except (TypeError, ValueError, RuntimeError) as error:

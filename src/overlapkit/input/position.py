@@ -81,11 +81,8 @@ class Position:
             )
         if missing := sorted({"taken", "epoch", "order", "mark"} - state.keys()):
             raise ValueError(f"state lacks {', '.join(missing)}: it is damaged")
-        taken, epoch, again = (
-            state["taken"],
-            state["epoch"],
-            state.get("again", False),
-        )  # earlier ones have none
+        taken, epoch = state["taken"], state["epoch"]
+        again = state.get("again", False)  # a state of an earlier version has none
         if not is_integer(taken) or taken < 0:
             raise ValueError(f"state has taken={taken!r}: it is damaged, for what was taken is a count")
         if epoch is not None and not is_integer(epoch):

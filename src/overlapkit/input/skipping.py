@@ -68,12 +68,7 @@ class SkippingLoader(TwinLoader["_IndexBatches"]):
         Raises:
             ValueError: It is damaged, or of another source.
         """
-        length = known_length(self.original)
-        if length is not None and resume.taken > length:
-            raise ValueError(
-                f"state has taken {resume.taken} batches, source has {length}: it is not the source that the "
-                "state was saved over"
-            )
+        super().check(resume)
         if resume.begun or resume.order is not None:
             self._random.check(resume.order, begun=resume.begun)
         if resume.mark is not None and not is_integer(resume.mark):

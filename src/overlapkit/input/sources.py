@@ -133,12 +133,17 @@ class Source(ABC):
         return False
 
     def check(self, resume: Position) -> None:
-        """Refuse a position that this source cannot go to.
+        """Refuse a position that this source cannot go to: here, one beyond its end.
 
         Raises:
             ValueError: It cannot; the message says why and what to do.
         """
-        return  # what every source asks of a position is asked where it is read
+        length = known_length(self.original)
+        if length is not None and resume.taken > length:
+            raise ValueError(
+                f"state has taken {resume.taken} batches, source has {length}: it is not the source that the "
+                "state was saved over"
+            )
 
     def rest(self) -> Position:
         """Where the consumer stands before the first epoch."""
@@ -159,14 +164,6 @@ class Listed(Source):
     def over(self, position: Position) -> bool:
         """Whether all batches have been taken."""
         return position.taken == len(self.original)
-
-    def check(self, resume: Position) -> None:
-        """Refuse a position beyond the end."""
-        if resume.taken > len(self.original):
-            raise ValueError(
-                f"state has taken {resume.taken} batches, source has {len(self.original)}: "
-                "it is not the source that the state was saved over"
-            )
 
 
 class Stateful(Source):
