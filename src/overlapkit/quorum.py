@@ -12,6 +12,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from overlapkit.device import rank_and_world
@@ -41,14 +42,13 @@ class Quorum:
           rank has read its verdict.
 
     Args:
-        name: The same on every rank; what is settled under one name is counted together.
+        name: The same on every rank; quorums of one name are told apart by the order of their first use.
         timeout: Seconds that a rank waits for the others, or for rank 0's verdict; None for as long as the
             process group's own store does.
         failure: What is raised where another rank failed.
 
     Attributes:
         store: The job's, or None where there is one rank. No call to it may block: quorums share it.
-        name: What its keys begin with.
 
     Raises:
         RuntimeError: A launcher started several ranks and there is no process group yet.
@@ -61,13 +61,18 @@ class Quorum:
         self.timeout = timeout or 0.0
         self.store: Any = None
         self._link: _Link | None = None
+        self._name = name
         self._failure = failure
         self._settled: list[str] = []
         if self.world > 1:
             self._link = _Link.to_the_job()
             self.store = self._link.store
             self.timeout = timeout or self.store.timeout.total_seconds()
-            self.name = f"overlapkit/{zlib.crc32(name.encode()):08x}/{next(_opened[name])}"
+
+    @cached_property
+    def name(self) -> str:
+        """What its keys begin with. One that is never used, and on one rank only, shifts no other's."""
+        return f"overlapkit/{zlib.crc32(self._name.encode()):08x}/{next(_opened[self._name])}"
 
     def together(self, key: str, work: Callable[[], Report], judge: Judge) -> Report:
         """Do a piece of work on every rank; where it fails on one, it fails on all.

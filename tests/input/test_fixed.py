@@ -184,6 +184,17 @@ def test_a_backward_pass_that_comes_too_late_is_an_error() -> None:
     passing.close()
 
 
+def test_memory_made_in_inference_mode_serves_training_too() -> None:
+    loader = DeviceLoader([torch.full((2,), float(k)) for k in range(3)], "cpu", reuse_buffers=True)
+    with torch.inference_mode():
+        assert [got.tolist() for got in loader] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
+    weight = torch.ones(2, requires_grad=True)
+    for got in loader:
+        (got * weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
 def test_one_pass_at_a_time() -> None:
     loader = DeviceLoader([1, 2, 3], "cpu", reuse_buffers=True)
     first, second = iter(loader), iter(loader)

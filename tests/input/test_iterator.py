@@ -9,12 +9,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from overlapkit.input import DeviceLoader, iterator
+from overlapkit.input import DeviceLoader, ahead
 from overlapkit.lane import Lane
 from tests.input.sources import Numbers, in_order, plain, stateful_loader
 from tests.leftovers import Leftovers
@@ -117,19 +118,19 @@ def test_the_source_runs_beside_the_consumer_in_one_thread() -> None:
 
 
 def test_a_break_ends_the_thread_and_the_source_at_once() -> None:
-    closed = []
+    closed: list[str] = []
 
     def source() -> Iterator[int]:
         try:
             yield from range(100)
         finally:
-            closed.append(threading.current_thread())
+            closed.append(threading.current_thread().name)
 
     for batch in DeviceLoader(source, "cpu"):
         if batch == 3:
             break
     assert readers() == []
-    assert closed == [threading.main_thread()]
+    assert closed == ["overlapkit-input"]
 
 
 def test_hundreds_of_early_breaks_leave_nothing() -> None:
@@ -230,6 +231,29 @@ def test_an_error_in_closing_the_source_is_a_note_on_the_original() -> None:
     assert any("second" in note for note in caught.value.__notes__)
 
 
+def test_an_error_of_a_sampler_behind_what_was_asked_for_is_nobody_s() -> None:
+    """A pass that is left early draws on until where generators would stand, whatever was read ahead."""
+
+    class Breaks:
+        def __iter__(self) -> Iterator[int]:
+            yield from range(2)
+            asked.append(True)
+            raise LookupError("index 2")
+
+        def __len__(self) -> int:
+            return 9
+
+    asked: list[bool] = []
+    loader = DeviceLoader(in_order(9, 1, sampler=Breaks()), "cpu", depth=1)
+    with mock.patch.object(Lane, "delay_s", 0.02):  # so that nothing of it was read
+        passing = iter(loader)
+        assert [plain(next(passing)) for _ in range(2)] == [[0], [1]]
+        passing.close()
+    assert asked == [True]
+    with pytest.raises(LookupError, match="index 2"):
+        list(loader)
+
+
 def test_an_error_in_the_loop_body_is_the_only_one() -> None:
     loader = DeviceLoader(in_order(20, 2), "cpu")
 
@@ -322,7 +346,7 @@ def test_closing_twice_and_after_the_end() -> None:
 
 
 def test_a_source_that_stays_busy_is_left_behind_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iterator, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(ahead, "PATIENCE_S", 0.05)
     release = threading.Event()
 
     def source() -> Iterator[int]:
@@ -335,6 +359,160 @@ def test_a_source_that_stays_busy_is_left_behind_with_a_warning(monkeypatch: pyt
     with pytest.warns(RuntimeWarning, match="still busy"):
         passing.close()
     release.set()
+
+
+class OneAtATime:
+    """A source with a state, whose batch 1 comes when it is let through; tells who is in it."""
+
+    def __init__(self) -> None:
+        self.through = threading.Event()
+        self.inside = threading.Event()
+        self.begun_beside: list[bool] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun_beside.append(self.inside.is_set())
+        return self._batches()
+
+    def _batches(self) -> Iterator[int]:
+        yield 0
+        self.inside.set()
+        self.through.wait(20)
+        self.inside.clear()
+        yield 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def forgotten_in_another_thread(source: OneAtATime) -> DeviceLoader:
+    """A loader whose pass was forgotten while its reader was in the source."""
+    loader = DeviceLoader(source, "cpu", depth=1)
+    holder: list[Any] = [iter(loader)]
+    next(holder[0])
+    assert source.inside.wait(10)
+    thread = threading.Thread(target=holder.clear)
+    thread.start()
+    thread.join()
+    return loader
+
+
+def test_a_pass_begins_when_the_reader_of_a_forgotten_one_is_out_of_the_source() -> None:
+    source = OneAtATime()
+    loader = forgotten_in_another_thread(source)
+    timer = threading.Timer(0.1, source.through.set)
+    timer.start()
+    assert list(loader) == [0, 1]
+    timer.join()
+    assert source.begun_beside == [False, False]
+    assert loader._feed.left == []
+
+
+def test_a_forgotten_reader_that_stays_in_the_source_is_waited_for_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "PATIENCE_S", 0.05)
+    source = OneAtATime()
+    loader = forgotten_in_another_thread(source)
+    with pytest.raises(RuntimeError, match="still busy with a batch for an earlier pass"):
+        iter(loader)
+    source.through.set()
+    monkeypatch.setattr(ahead, "PATIENCE_S", 10.0)
+    assert list(loader) == [0, 1]
+
+
+def test_an_interrupted_close_is_gone_on_with() -> None:
+    source = OneAtATime()
+    passing = iter(DeviceLoader(source, "cpu", depth=1))
+    next(passing)
+    assert source.inside.wait(10)
+    main = threading.get_ident()
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        passing.close()
+    timer.join()
+    assert len(readers()) == 1
+    source.through.set()
+    passing.close()
+    assert readers() == []
+    assert not source.inside.is_set()
+    assert list(passing) == []
+
+
+def test_closed_by_another_thread_amid_a_wait_it_is_at_its_end() -> None:
+    source = OneAtATime()
+    loader = DeviceLoader(source, "cpu", depth=1)
+    closing = threading.Thread(target=loader.close)
+
+    def close() -> None:
+        closing.start()
+        while not passing._ahead.closed:
+            time.sleep(0.001)
+        source.through.set()
+
+    passing = iter(loader)
+    next(passing)
+    timer = threading.Timer(0.05, close)
+    timer.start()
+    assert list(passing) == []
+    timer.join()
+    closing.join()
+    assert readers() == []
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_error_that_is_kept_keeps_no_worker(persistent: bool) -> None:
+    source = DataLoader(Failing(7), batch_size=2, num_workers=2, persistent_workers=persistent)
+    loader = DeviceLoader(source, "cpu")
+    with pytest.raises(LookupError) as kept:
+        list(loader)
+    assert len(multiprocessing.active_children()) == (2 if persistent else 0)
+    del loader, source, kept
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("where", ["source", "transform"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_grad_mode_is_that_of_iter(mode: Any, where: str) -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    def double(batch: int) -> torch.Tensor:
+        return weight * batch
+
+    loader = DeviceLoader(
+        lambda: map(double if where == "source" else int, [1, 2]),
+        "cpu",
+        transform=double if where == "transform" else None,
+    )
+    for within, wanted in [(mode, mode is torch.enable_grad), (torch.enable_grad, True)]:
+        with within():
+            passing = iter(loader)
+        assert [batch.requires_grad for batch in passing] == [wanted] * 2
+
+
+def test_a_source_that_does_not_keep_its_length_is_an_error() -> None:
+    class Liar:
+        def __init__(self, n: int) -> None:
+            self.n = n
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.n))
+
+        def __len__(self) -> int:
+            return 4
+
+    for size, match in [(3, "source gave 3 batches where its len"), (5, "more than 4")]:
+        source = DataLoader(Numbers(9), batch_size=1, sampler=Liar(size))  # type: ignore[arg-type]
+        passing = iter(DeviceLoader(source, "cpu"))
+        assert [plain(next(passing)) for _ in range(min(size, 4))] == [[k] for k in range(min(size, 4))]
+        with pytest.raises(ValueError, match=match):
+            next(passing)
+        assert list(passing) == []
+    assert len(list(DeviceLoader(lambda: Liar(3), "cpu"))) == 3
 
 
 def test_in_a_forked_child_the_parent_s_pass_is_an_error_and_a_new_one_works() -> None:

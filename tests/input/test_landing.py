@@ -112,7 +112,7 @@ def test_values_order_and_bound(machine: FakeCuda, name: str, pin: bool, depth: 
     for stop in (3, 8, 8):
         got = [on_host(batch) for _, batch in zip(range(stop), loader, strict=False)]
         assert got == want[:stop]
-    (mover,) = loader._idle
+    (mover,) = loader._feed._idle
     largest = max(nbytes for nbytes, _ in machine.copies)
     assert mover.nbytes <= (depth + 1) * (largest + 4095)
     del mover
@@ -197,7 +197,7 @@ def test_a_pull_that_comes_to_nothing_gives_its_memory_back(machine: FakeCuda, e
         except LookupError:
             got += [3 * epoch + 1, 3 * epoch + 2]
         assert got == [3 * epoch + 1, 3 * epoch + 2]
-    (mover,) = loader._idle
+    (mover,) = loader._feed._idle
     assert len(mover._ring._free) == 2
     del mover
     loader.close()
@@ -215,7 +215,7 @@ def test_a_batch_that_nobody_wants_any_more_gives_its_memory_back(machine: FakeC
         passes.append(iter(loader))
         assert [on_host(next(passes[-1]))[0] for _ in range(2)] == [0, 1]
         passes[-1].close()
-    (mover,) = loader._idle
+    (mover,) = loader._feed._idle
     assert len(mover._ring._free) == 2
     del mover
     loader.close()
@@ -345,7 +345,7 @@ def test_batches_that_are_dropped_on_the_way_take_no_memory_beside_the_next(
     with pytest.warns(UserWarning, match="30 batches that were taken before"):
         passing = iter(loader)
     assert [on_host(batch)[0] for batch in passing] == list(range(30, 40))
-    (mover,) = loader._idle
+    (mover,) = loader._feed._idle
     assert mover.nbytes <= (depth + 1) * 4096
     assert packed(loader) == 0
     del mover

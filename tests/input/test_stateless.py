@@ -200,7 +200,7 @@ def test_a_pass_left_early_is_gone_on_with_and_the_state_knows() -> None:
     loader = DeviceLoader(Resets(9, False), "cpu", depth=1)
     passing = iter(loader)
     first = [next(passing)]
-    while loader._source.read < 2:  # type: ignore[attr-defined]
+    while loader._feed.source.read < 2:  # type: ignore[attr-defined]
         time.sleep(0.001)
     passing.close()
     with pytest.warns(UserWarning, match="goes on after the 2 batches") as caught:
@@ -223,7 +223,7 @@ def test_all_read_and_not_all_taken_begins_the_next_epoch() -> None:
     loader = DeviceLoader(Resets(3, False), "cpu", depth=2)
     passing = iter(loader)
     next(passing)
-    while loader._source.read < 3:  # type: ignore[attr-defined]
+    while loader._feed.source.read < 3:  # type: ignore[attr-defined]
         time.sleep(0.001)
     passing.close()
     passing = iter(loader)

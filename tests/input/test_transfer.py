@@ -83,33 +83,33 @@ def test_streams_and_host_memory_are_made_once(machine: FakeCuda) -> None:
     loader = DeviceLoader(batches(), "cuda", depth=2)
     list(loader)
     made = len(machine.streams)
-    (mover,) = loader._idle
+    (mover,) = loader._feed._idle
     assert mover.nbytes == 3 * 4096
     for _ in range(5):
         for _ in zip(range(3), loader, strict=False):
             pass
     assert len(machine.streams) == made
-    assert loader._idle == [mover]
+    assert loader._feed._idle == [mover]
 
 
 def test_a_resume_at_an_epoch_s_end_makes_no_second_ring(machine: FakeCuda) -> None:
     loader = DeviceLoader(batches(3), "cuda")
     list(loader)
-    (mover,) = loader._idle
+    (mover,) = loader._feed._idle
     loader.load_state_dict(loader.state_dict())
     assert len(list(loader)) == 3
-    assert loader._idle == [mover]
+    assert loader._feed._idle == [mover]
 
 
 def test_a_source_that_cannot_begin_costs_no_ring(machine: FakeCuda) -> None:
     source = iter([[1], [2]])
     loader = DeviceLoader(lambda: next(source), "cuda")
     list(loader)
-    (mover,) = loader._idle
+    (mover,) = loader._feed._idle
     list(loader)
     with pytest.raises(StopIteration):
         iter(loader)
-    assert loader._idle == [mover]
+    assert loader._feed._idle == [mover]
 
 
 def test_two_passes_at_once_have_a_ring_each(machine: FakeCuda) -> None:
@@ -216,7 +216,7 @@ def test_batches_of_growing_and_empty_size(machine: FakeCuda) -> None:
     loader = DeviceLoader(source, "cuda", depth=1)
     for got, want in zip(loader, source, strict=True):
         assert on_host(got) == want.tolist()
-    (mover,) = loader._idle
+    (mover,) = loader._feed._idle
     assert mover.nbytes <= 2 * 4096 * 18
 
 

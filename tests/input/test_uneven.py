@@ -138,6 +138,7 @@ def test_drop_ends_all_ranks_with_the_shortest_and_says_so_once(kind: str) -> No
                 assert len(passed) == 4
                 assert not any(filler for _, filler in passed)
         assert [str(word.message)[:13] for word in said] == (["uneven='drop'"] if rank else [])
+        assert all(word.filename == __file__ for word in said)
         return len({str(batch) for batch in flat(passed)})
 
     assert run_ranks(3, run) == [4, 4, 4]
@@ -230,15 +231,15 @@ def test_a_pass_of_known_length_costs_its_begin_and_nothing_a_batch() -> None:
         calls = []
         for source in loaders:
             loader = DeviceLoader(source, "cpu")
-            assert loader._ranks is not None
-            loader._ranks.quorum.store = store = Store(loader._ranks.quorum.store)
+            assert loader._feed.ranks is not None
+            loader._feed.ranks.quorum.store = store = Store(loader._feed.ranks.quorum.store)
             dist.barrier()  # so that nobody waits, and asks again, for others to begin
             passing = iter(loader)
             next(passing)
             begin = store.calls
             list(passing)
             calls.append(store.calls - begin)
-            plan = type(passing._plan)
+            plan = type(passing._ahead.plan)
         return calls[0], calls[1], plan.__name__
 
     assert run_ranks(2, run) == [(0, 0, Counted.__name__)] * 2
@@ -263,10 +264,10 @@ def test_sources_of_ours_know_how_many_batches_they_have(tmp_path: Path) -> None
             other.load_state_dict(loader.state_dict())
             resumed = iter(other)
             next(resumed)
-            assert isinstance(passing._plan, Counted)
-            assert isinstance(resumed._plan, Counted)
+            assert isinstance(passing._ahead.plan, Counted)
+            assert isinstance(resumed._ahead.plan, Counted)
             if batches:
-                assert (passing._plan._left, resumed._plan._left) == (batches, batches - 3)
+                assert (passing._ahead.plan._left, resumed._ahead.plan._left) == (batches, batches - 3)
                 assert (len(list(passing)), len(list(resumed))) == (batches - 3, batches - 4)
             loader.close()
             other.close()
@@ -275,7 +276,7 @@ def test_sources_of_ours_know_how_many_batches_they_have(tmp_path: Path) -> None
 
 
 def test_one_process_and_independent_ranks_exchange_nothing() -> None:
-    assert DeviceLoader([1], "cpu")._ranks is None
+    assert DeviceLoader([1], "cpu")._feed.ranks is None
 
     def run(rank: int) -> list[Any]:
         dist.barrier()  # a rank that is done while others still connect breaks their connections
@@ -290,9 +291,9 @@ def test_a_loader_that_one_rank_alone_iterates() -> None:
         loader = DeviceLoader([1, 2] if rank == 0 else generated(2), "cpu")
         message = ""
         if rank == 1:
-            assert loader._ranks is not None
-            assert loader._ranks.quorum.timeout == 30  # half of the group's
-            loader._ranks.quorum.timeout = 0.5
+            assert loader._feed.ranks is not None
+            assert loader._feed.ranks.quorum.timeout == 30  # half of the group's
+            loader._feed.ranks.quorum.timeout = 0.5
             with pytest.raises(RankFailed) as caught:
                 next(iter(loader))
             message = str(caught.value)
@@ -310,10 +311,10 @@ def test_a_loader_that_one_rank_alone_iterates() -> None:
 def test_a_rank_that_leaves_a_pass_is_named(gone: int) -> None:
     def run(rank: int) -> str:
         loader = DeviceLoader(generated(50), "cpu")
-        assert loader._ranks is not None
+        assert loader._feed.ranks is not None
         passing = iter(loader)
         taken = [next(passing)]
-        loader._ranks.quorum.timeout = 4.0  # only now: the ranks do not start at the same time
+        loader._feed.ranks.quorum.timeout = 4.0  # only now: the ranks do not start at the same time
         taken += [next(passing) for _ in range(2)]
         if rank == gone:
             passing.close()
@@ -342,6 +343,74 @@ def test_an_error_at_the_first_batch_reaches_all_ranks(culprit: int, known: bool
                 next(iter(loader))
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("kind", ["function", "loader"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_error_of_iter_reaches_all_ranks(culprit: int, kind: str) -> None:
+    """Also where what begins is the epoch behind the one that a state stands at the end of."""
+
+    class Breaks(Unsized):
+        whole = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.whole -= 1
+            if self.whole < 0:
+                raise LookupError("no order")
+            return super().__iter__()
+
+    def run(rank: int) -> None:
+        breaks = Breaks(3)
+        source = DataLoader(Numbers(3), 1, sampler=breaks) if kind == "loader" else lambda: iter(breaks)
+        loader = DeviceLoader(source, "cpu")
+        error, match = (LookupError, "no order") if rank == culprit else (RankFailed, f"{culprit}: Look")
+        breaks.whole = 9 if rank != culprit else 0
+        for _ in range(2):
+            with pytest.raises(error, match=match):
+                next(iter(loader))
+        if kind == "loader":
+            breaks.whole = 9
+            passing = iter(loader)
+            at_the_end = [next(passing) for _ in range(3)] and loader.state_dict()
+            passing.close()
+            loader.load_state_dict(at_the_end)
+            breaks.whole = 9 if rank != culprit else 1
+            with pytest.raises(error, match=match):
+                next(iter(loader))
+        breaks.whole = 9
+        assert flat(list(together(loader))) == ([[0], [1], [2]] if kind == "loader" else [0, 1, 2])
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_error_at_a_hand_over_reaches_all_ranks(culprit: int, at: int) -> None:
+    """The batch was agreed on, and then could not be put at its address."""
+
+    def run(rank: int) -> None:
+        def source() -> Iterator[torch.Tensor]:
+            for k in range(9):
+                yield torch.full((2,), float(k), requires_grad=rank == culprit and k == at)
+
+        loader = DeviceLoader(source, "cpu", reuse_buffers=True, depth=3)
+        error, match = (TypeError, "requires grad") if rank == culprit else (RankFailed, f"{culprit}: Type")
+        for _ in range(2):
+            with pytest.raises(error, match=match):
+                list(loader)
+
+    run_ranks(3, run)
+
+
+def test_a_loader_that_one_rank_alone_makes_and_nobody_iterates() -> None:
+    def run(rank: int) -> list[Any]:
+        extra = [DeviceLoader([7], "cpu") for _ in range(rank)]
+        loaders = [DeviceLoader(generated(3), "cpu"), DeviceLoader([4, 5], "cpu")]
+        got = [flat(list(together(loader))) for loader in loaders]
+        del extra
+        return got
+
+    assert run_ranks(2, run) == [[[0, 1, 2], [4, 5]]] * 2
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -463,7 +532,7 @@ def test_batches_are_agreed_on_as_far_ahead_as_they_are_read() -> None:
     def run(rank: int) -> int:
         passing = iter(DeviceLoader(generated(20), "cpu", depth=4))
         next(passing)
-        plan = passing._plan
+        plan = passing._ahead.plan
         assert isinstance(plan, Agreed)
         deadline = time.monotonic() + 20
         while plan._index < 5 and time.monotonic() < deadline:

@@ -1,5 +1,6 @@
 """Agreement on a pass whose length some rank does not know: no batch is handed over before all have one."""
 
+import contextlib
 import json
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ class Agreed(Plan):
     Invariants:
         * A rank reports on a batch only when it knows what all ranks said about the one before.
         * The last rank to report on a batch gives the verdict, and deletes the keys of the one before.
+        * A rank whose consumer fails says so under a key of its own, at which those look who wait.
         * Nothing here refers to the consumer's side, so a forgotten iterator is collected.
 
     Args:
@@ -38,6 +40,7 @@ class Agreed(Plan):
         self._ranks = ranks
         self._quorum = ranks.quorum
         self._key = f"{ranks.quorum.name}/agreed/{number}"
+        self._broken = f"{self._key}/broken"
         self._spare = spare
         self._lane = Lane("agree", kind="thread")
         self._index = 0  # of the batch whose fate is open
@@ -47,6 +50,13 @@ class Agreed(Plan):
     def follow(self, pull: Ticket[Outcome]) -> Ticket[Outcome]:
         """What becomes of a pull once all ranks have spoken."""
         return self._lane.submit(partial(self._agree, pull))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell those who wait for this rank, at whatever batch."""
+        text = f"rank {self._quorum.rank}: {type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):  # no store any more: what is wrong here comes first
+            self._quorum.store.set(self._broken, text)
+            self._ranks.litter.append(self._broken)
 
     def close(self, *, wait: bool) -> None:
         """Stop asking; the keys left are deleted once all ranks have begun another pass."""
@@ -59,6 +69,8 @@ class Agreed(Plan):
                     self._ranks.litter += self._keys(index)
 
     def _agree(self, pull: Ticket[Outcome]) -> Outcome:
+        if self._over:
+            return None  # the pull may wait for this lane to end
         outcome = pull.wait()
         if self._over or (outcome is None and not self._ended):
             return None
@@ -103,7 +115,7 @@ class Agreed(Plan):
         """Add this rank's word on a batch; return the sum of all, or None where it is not waited for.
 
         Raises:
-            RankFailed: A rank did not report in time.
+            RankFailed: A rank did not report in time, or its consumer failed.
         """
         store, (counter, verdict) = self._quorum.store, self._keys(self._index)
         what, text = (_ENDED if self._ended else _HAS), ""
@@ -118,10 +130,13 @@ class Agreed(Plan):
             return total
         if what == _FAILED:
             return None  # its own error need not wait for the others
-        if await_keys(store, [verdict], self._quorum.timeout, lambda: self._over):
+        broken = partial(store.check, [self._broken])
+        if await_keys(store, [verdict], self._quorum.timeout, lambda: self._over or broken()):
             return int(store.get(verdict))
         if self._over:
             return None
+        if broken():
+            raise RankFailed(store.get(self._broken).decode())
         heard = self._heard()
         late = [rank for rank in range(self._quorum.world) if heard.get(rank, (-1,))[0] < self._index]
         raise RankFailed(

@@ -1,6 +1,5 @@
 """Finding out what a source is, and refusing what cannot be one."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from overlapkit.input.elastic import ElasticLoader, elastic_sampler
 from overlapkit.input.skipping import SkippingLoader, why_not_skipping
 from overlapkit.input.sources import Listed, Source, Stateful, known_length
 from overlapkit.input.stateless import Opaque, Resettable
+from overlapkit.warn import warn
 
 
 def open_source(source: Any, drop_through: bool = False) -> Source:
@@ -45,7 +45,7 @@ def open_source(source: Any, drop_through: bool = False) -> Source:
     else:
         found = Opaque(source, f"{type(source).__name__} has no state_dict()", drop_through)
     if drop_through and not isinstance(found, Opaque):
-        warnings.warn("drop_through=True has no effect: source can be taken up anywhere", stacklevel=3)
+        warn("drop_through=True has no effect: source can be taken up anywhere")
     if known_length(source) == 0:
         raise ValueError(
             "source is empty (len 0): there is nothing to train on. With drop_last=True the data set must "

@@ -2,13 +2,13 @@
 
 import random
 import sys
-import warnings
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from overlapkit.lane import Ticket
+from overlapkit.warn import warn
 
 PULLS = 4
 """So many pulls are looked at: a source that draws does so for nearly every batch."""
@@ -58,12 +58,11 @@ class DrawWatch:
         """Warn, once, of what was seen."""
         moved, self._moved = self._moved, []
         if moved:
-            warnings.warn(
+            warn(
                 f"source (or transform) draws from {' and '.join(moved)} in the reader's thread, beside the "
                 "training loop: who of the two draws first is chance, so that no run repeats another "
                 "bitwise, nor goes on so when it is resumed. Seed what is drawn for a sample: see "
-                "overlapkit.input.SampleSeed",
-                stacklevel=5,
+                "overlapkit.input.SampleSeed"
             )
 
 

@@ -1,6 +1,5 @@
 """A DataLoader over an ElasticSampler: one integer takes it up, at any number of ranks and workers."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,6 +15,7 @@ from overlapkit.input.progress import FORMAT, Progress
 from overlapkit.input.sampler import ElasticSampler, Pass
 from overlapkit.input.sources import Cursor
 from overlapkit.input.twins import TwinCursor, TwinLoader
+from overlapkit.warn import warn
 
 
 def elastic_sampler(loader: DataLoader[Any]) -> ElasticSampler | None:
@@ -55,7 +55,7 @@ class ElasticLoader(TwinLoader["_IndexBatches"]):
             if resumed:
                 self._sampler.load_state_dict(self._state(resume))
             else:
-                warnings.warn(resume.left_out(self._sampler.epoch, self.unit), stacklevel=6)
+                warn(resume.left_out(self._sampler.epoch, self.unit))
         one = self._sampler.begin()
         if not self._batches(one.share):  # fewer samples are left than a batch
             self._sampler.set_epoch(one.epoch)
@@ -65,7 +65,7 @@ class ElasticLoader(TwinLoader["_IndexBatches"]):
         with random_state() if resumed else nullcontext():  # what iter() draws was drawn when the epoch began
             batches = iter(loader)
         if resume is not None:
-            self._restore_drawn(resume, stacklevel=7)
+            self._restore_drawn(resume)
         position, left = Position(one.position, one.epoch, self._identity()), self._batches(one.share)
         return _ElasticCursor(batches, position, self._drawn(), self._order, one, indices.size, left)
 
@@ -75,7 +75,6 @@ class ElasticLoader(TwinLoader["_IndexBatches"]):
 
     def check(self, resume: Position) -> None:
         """Refuse a position in another order."""
-        super().check(resume)
         Progress(self._order).load_state_dict(self._state(resume))
 
     def rest(self) -> Position:

@@ -92,7 +92,8 @@ class FixedMemory:
                     f"{MAX_LAYOUTS} before it, each of which keeps its own memory: pad batches to a few "
                     "shapes, use drop_last=True, or reuse_buffers=False"
                 )
-            block = torch.empty(packing.nbytes, dtype=torch.uint8, device=self._device)
+            with torch.inference_mode(False):  # passes to come, outside of it, must be able to write there
+                block = torch.empty(packing.nbytes, dtype=torch.uint8, device=self._device)
             self._memory[layout] = block, stream
         return self._memory[layout]
 

@@ -1,13 +1,15 @@
 """The random state that a pass begins from: noted with it, and brought back to draw the same again."""
 
+import copy
 import random
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+from overlapkit.warn import warn
 
 _KINDS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 
@@ -60,12 +62,30 @@ class Generators:
                 f"or others ({error}): build the source as it was when the state was saved"
             ) from error
 
+    def check(self, order: Any, *, begun: bool) -> None:
+        """Refuse what is not the state that a pass began from, or will begin from where none was `begun`.
+
+        Raises:
+            ValueError: It is damaged, or of a source with other generators.
+        """
+        states = order.get("generators") if isinstance(order, dict) and "torch" in order else None
+        if not isinstance(states, list | tuple):
+            raise ValueError(f"state has order={order!r:.80}: it is damaged, for that holds generator states")
+        try:
+            Generators(map(_another, self._generators)).restore(list(states))
+            if begun or order["torch"] is not None:
+                torch.Generator().set_state(_bytes(order["torch"]))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"state holds a generator state that is damaged, or another's: {error}"
+            ) from error
+
     def begin(self, order: dict[str, Any] | None) -> dict[str, Any]:
         """Bring back the state that a pass began from, torch's global one too; or note the one there is."""
         if order is None:
             return {"generators": self.save(), "torch": torch.get_rng_state()}
         self.restore(order["generators"])
-        torch.set_rng_state(torch.as_tensor(order["torch"], dtype=torch.uint8, device="cpu"))
+        torch.set_rng_state(_bytes(order["torch"]))
         return order
 
 
@@ -74,13 +94,12 @@ def held_by(holders: Iterable[Any]) -> Iterator[Any]:
     return (value for holder in holders for value in getattr(holder, "__dict__", {}).values())
 
 
-def tell_lost(owned: Generators, taken: int, why: str, stacklevel: int) -> None:
+def tell_lost(owned: Generators, taken: int, why: str) -> None:
     """Warn that what a dataset draws after a resume is not what it would have drawn."""
-    warnings.warn(
+    warn(
         f"source's dataset owns {len(owned)} random generator(s), and the state does not hold what they had "
         f"come to at batch {taken}: {why}. What is drawn from them does not go on as it would have. Seed "
-        "what is drawn for a sample: see overlapkit.input.SampleSeed",
-        stacklevel=stacklevel + 1,
+        "what is drawn for a sample: see overlapkit.input.SampleSeed"
     )
 
 
@@ -101,6 +120,18 @@ def plain(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return [plain(value) for value in state]
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
+
+
+def _bytes(state: Any) -> torch.Tensor:
+    """A state of torch's, which may have become a list on its way through JSON."""
+    return torch.as_tensor(state, dtype=torch.uint8, device="cpu")
+
+
+def _another(generator: Any) -> Any:
+    """A generator of the same kind, to try a state on."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device)
+    return copy.deepcopy(generator)
 
 
 def _like(state: Any, now: Any) -> Any:

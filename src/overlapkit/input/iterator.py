@@ -1,114 +1,58 @@
 """The consumer's side of a pass: what a `for` loop over a DeviceLoader holds."""
 
-import atexit
-import os
-import sys
-import threading
-import warnings
-import weakref
-from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self
 
 import torch
 
-from overlapkit.input.draws import DrawWatch
+from overlapkit.input.ahead import ReadAhead, wait_for_earlier
 from overlapkit.input.failed import Failed
+from overlapkit.input.feed import Feed
 from overlapkit.input.nesting import map_leaves
 from overlapkit.input.position import Position
 from overlapkit.input.ranks import Ranks
-from overlapkit.input.reader import Ended, Pulled, Reader
-from overlapkit.input.uneven import Cut, Filler, Outcome, Plan
-from overlapkit.lane import Lane, Ticket
-from overlapkit.span import SpanLog
-
-PATIENCE_S = 10.0
-"""How long closing waits for a source that is busy; then its thread is left to end by itself."""
-
-
-_unfinished: "weakref.WeakSet[BatchIterator]" = weakref.WeakSet()
-
-
-@atexit.register  # later than the lanes' own, so it runs before: they finish what they were given
-def _stop_at_exit() -> None:
-    """Let no reader go on for batches that nobody will take."""
-    for iterator in list(_unfinished):
-        iterator._reader.stopped = True
-        iterator._plan.close(wait=False)
+from overlapkit.input.reader import Ended, Pulled
+from overlapkit.input.uneven import Counted, Cut, Filler, Outcome, Plan
+from overlapkit.warn import warn
 
 
 class BatchIterator:
     """One pass over a DeviceLoader's source.
 
     Invariants:
-        * `depth` pulls are outstanding until the end: taking a batch submits the next pull.
         * The position moves when a batch is handed over, and at no other time.
         * Other ranks are waited for only before a batch is handed over, and in no thread that closing joins
           without telling it.
-        * Only the reader's thread advances the source; it is let go of when that thread has ended.
+        * An error here that other ranks may be waiting behind is told to them at once.
 
     Args:
-        begin: Starts a pass, where the given position stood.
+        feed: What it shares with the loader's other passes.
         resume: Where to start, or None for the beginning.
-        epoch: The epoch that the loop is in.
-        depth: Pulls outstanding.
-        device: Where batches go.
-        log: Takes the consumer's waits.
-        watch: Looks on during the first pulls.
-        ranks: The other ranks, or None where what they do does not matter.
-        on_taken: Called at each hand-over with the position, and whether the batch was a filler.
-        on_closed: Called once with the reader, when its thread has ended.
 
     Attributes:
         position: Where the consumer stands in this pass.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[Position | None], Reader],
-        resume: Position | None,
-        epoch: int | None,
-        depth: int,
-        device: torch.device,
-        log: SpanLog,
-        watch: DrawWatch,
-        ranks: Ranks | None,
-        on_taken: Callable[[Position, bool], None],
-        on_closed: Callable[[Reader], None],
-    ) -> None:
-        self._superseded = False
-        self._ahead = False  # of the loop: the batch was there when it was asked for
-        self._owner = os.getpid(), threading.get_ident()
-        self._begin = begin
+    def __init__(self, feed: Feed, resume: Position | None) -> None:
+        self._feed = feed
+        self._epoch = feed.epoch
         self._resumed = resume is not None
-        self._epoch = epoch
-        self._depth = depth
-        self._device = device
-        self._log = log
-        self._watch = watch
-        self._ranks = ranks
-        self._on_taken = on_taken
-        self._on_closed = on_closed
-        self._lane = Lane("input", kind="thread")
-        self._closed = True  # nothing to close until there is a pass
-        self._start(resume)
-        self._closed = False
-        _unfinished.add(self)
+        self._superseded = False
+        self._number: int | None = None  # among the passes that all ranks begin
+        self._settled = False
+        try:
+            self._make_way()
+            self._start(resume)
+        except BaseException as error:
+            self._tell(error)
+            raise
+        feed.live.add(self)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        if self._superseded:
-            raise RuntimeError(
-                "this iterator was closed when a newer one was made: there is one at a time where the source "
-                "has a state or persistent workers, and with reuse_buffers. Make a second loader for nested "
-                "loops"
-            )
-        if self._closed:
-            raise StopIteration
+        self._check_open()
         outcome = self._next_outcome()
         if isinstance(outcome, Pulled):
             return self._hand_over(outcome)
@@ -125,136 +69,139 @@ class BatchIterator:
 
         Waits for a source that is busy with a batch, but not for ever. Safe to call twice.
         """
-        self._close(wait=True)
+        self._ahead.close()
 
     def supersede(self) -> None:
         """Close, because the source has begun anew."""
-        self._superseded = not self._closed
+        self._superseded = self._superseded or not self._ahead.closed
         self.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_closed", True) or sys.is_finalizing():
-            return
-        # the cyclic collector runs in any thread, even the reader's own, which cannot wait for itself
-        self._close(wait=threading.get_ident() == self._owner[1])
+    def _make_way(self) -> None:
+        """End the passes that were begun before, where there is one at a time."""
+        if self._feed.exclusive:
+            for earlier in list(self._feed.live):
+                earlier.supersede()
+            wait_for_earlier(self._feed)
 
     def _start(self, resume: Position | None) -> None:
-        self._reader = self._begin(resume)
-        self.position = self._reader.cursor.position
-        self._number: int | None = None  # among the passes that all ranks begin
-        self._plan = Plan()
-        self._settled = False
+        self._ahead = ReadAhead(self._feed, resume)
         self._again = resume is not None and resume.again
-        self._stand = self.position  # what the state says
         self._last: Any = None  # what a filler is
-        self._handed_out = 0
-        self._tickets: deque[Ticket[Outcome]] = deque()
-        for _ in range(self._depth):
-            self._submit()
+        self.position = self._ahead.cursor.position
+        self._stand = self._feed.position = replace(self.position, again=self._again)  # what the state says
+
+    def _check_open(self) -> None:
+        if self._superseded:
+            raise RuntimeError(
+                "this iterator was closed when a newer one was made: there is one at a time where the source "
+                "has a state or persistent workers, and with reuse_buffers. Make a second loader for nested "
+                "loops"
+            )
+        if self._ahead.closed:
+            raise StopIteration
 
     def _next_outcome(self) -> Outcome:
-        front, outcome = self._tickets[0], self._wait()
+        front, outcome = self._ahead.front, self._wait()
         while not self._settled:
             self._settle(outcome)
-            if self._tickets[0] is not front:
-                front, outcome = self._tickets[0], self._wait()
-        outcome = self._plan.decide(outcome)
-        self._tickets.popleft()
+            if self._ahead.front is not front:
+                front, outcome = self._ahead.front, self._wait()
+        outcome = self._ahead.plan.decide(outcome)
+        self._ahead.take()
         if self._resumed and isinstance(outcome, Ended) and not isinstance(outcome, Filler):
             self._start_afresh()  # nothing was left of the epoch that the state stands in
             return self._next_outcome()
         return outcome
 
     def _wait(self) -> Outcome:
-        self._ahead = self._tickets[0].done()
-        self._watch.begin(look=not self._ahead)
-        with self._log.host("input", "wait", exposed=True):
-            outcome = self._tickets[0].wait()
-        self._watch.end()
-        self._watch.tell()
+        outcome = self._ahead.wait()
+        self._check_open()  # another thread may have closed it
         return outcome
 
     def _settle(self, first: Outcome) -> None:
         """Find out which pass this is and how it goes on, before its first batch is handed over."""
         if self._resumed and self.position.epoch != self._epoch and not isinstance(first, Failed):
             if isinstance(first, Pulled):
-                warnings.warn(self.position.left_out(self._epoch, "batch"), stacklevel=4)
+                warn(self.position.left_out(self._epoch, "batch"))
             self._start_afresh()
         elif self._again and isinstance(first, Pulled):
-            self._again = False
-            self._tickets.popleft()
-            self._stand, self._last = replace(self.position, again=True), self._accept(first)
+            before, self._again = self.position, False
+            self._ahead.take()
+            self._last = self._accept(first)
+            self._stand = replace(before, again=True)
         else:
-            if self._ranks is not None:
-                self._plan = self._settle_among(self._ranks, first)
-                self._tickets = deque(map(self._plan.follow, self._tickets))
-            if not self._plan.repeats:
+            self._ahead.follow(self._plan(first))
+            if not self._ahead.plan.repeats:
                 self._last = None
             self._settled = True
 
-    def _settle_among(self, ranks: Ranks, first: Outcome) -> Plan:
+    def _plan(self, first: Outcome) -> Plan:
+        left, ranks = self._ahead.cursor.left, self._feed.ranks
+        if left is not None:
+            left -= self._ahead.handed_out
+        if ranks is None:
+            return Plan() if left is None else Counted(left, left)
+        if isinstance(first, Failed) and first.error is not None:
+            self._tell(first.error)
+            return Plan()
+        return self._plan_among(ranks, left)
+
+    def _plan_among(self, ranks: Ranks, left: float | None) -> Plan:
         if self._number is None:
             self._number = ranks.next_pass()
-        if isinstance(first, Failed) and first.error is not None:
-            ranks.fail(self._number, first.error)
-            return Plan()
-        left, before = self._reader.cursor.left, self._handed_out
-        left = None if left is None else left - before
+        spare = self._ahead.handed_out > 0
         try:
-            with self._log.host("input", "agree", exposed=True):
-                return ranks.settle(self._number, left, resumed=self._resumed, spare=before > 0)
+            with self._feed.log.host("input", "agree", exposed=True):
+                return ranks.settle(self._number, left, resumed=self._resumed, spare=spare)
         except Exception as error:
             self._close_after(error)
             raise
 
     def _start_afresh(self) -> None:
-        self._resumed = False
-        self._reader.stopped = True
-        for ticket in self._tickets:
-            ticket.settle()  # the reader must be out of the source before it is let go of
+        self._resumed = self._settled = False
+        self._number = None
         try:
-            self._plan.close(wait=True)
-            self._on_closed(self._reader)
-            self._reader.cursor.close(self._handed_out, self._depth)
+            self._ahead.stop().settle()  # the reader must be out of the source
+            self._ahead.close()
             self._start(None)
         except BaseException as error:
-            self._close_after(error)
+            self._break_off(error)
             raise
 
     def _hand_over(self, pulled: Pulled) -> Any:
-        before = self.position
         batch = self._accept(pulled)
-        self._stand = self.position
-        if self._plan.repeats:  # the state goes back to where the filler comes from
-            self._stand, self._last = replace(before, again=True), _same_again(batch)
         self._note(filler=False)
         return batch
 
     def _accept(self, pulled: Pulled) -> Any:
         """Take a batch from the reader, which goes on with another."""
-        self._watch.begin(look=self._ahead)
-        pull = self._submit()
+        before, ahead, watch = self.position, self._ahead, self._feed.watch
+        watch.begin(look=ahead.ready)
+        pull = ahead.submit()
         try:
             batch = pulled.receive()
+            ahead.handed_out += 1
+            self._stand = self.position = ahead.cursor.after(before, pulled.mark)
+            if ahead.plan.repeats:  # the state goes back to where the filler comes from
+                self._stand, self._last = replace(before, again=True), _same_again(batch)
         except BaseException as error:
-            self._close_after(error)
+            self._break_off(error)
             raise
-        self._handed_out += 1
-        self.position = self._reader.cursor.after(self.position, pulled.mark)
-        if self._watch.looking:
-            with self._log.host("input", "watch", exposed=True):
-                self._watch.end(pull)
+        if watch.looking:
+            with self._feed.log.host("input", "watch", exposed=True):
+                watch.end(pull)
         return batch
 
     def _fill(self) -> Any:
-        self._submit()
+        self._ahead.submit()
         self._note(filler=True)
         return _same_again(self._last)
 
     def _note(self, *, filler: bool) -> None:
         self._resumed = False
-        here = self._reader.cursor.end(self.position) if self._plan.finished else self._stand
-        self._on_taken(here, filler)
+        finished, cursor = self._ahead.plan.finished, self._ahead.cursor
+        self._feed.position = cursor.end(self.position) if finished else self._stand
+        self._feed.filler = filler
 
     def _fail(self, failed: Failed) -> Any:
         error = failed.take()
@@ -266,56 +213,42 @@ class BatchIterator:
 
     def _end(self, ended: Ended) -> None:
         self.close()
-        if isinstance(ended, Cut) and not self._handed_out:
+        ranks, ahead = self._feed.ranks, self._ahead
+        if isinstance(ended, Cut) and not ahead.handed_out:
             raise ValueError(f"uneven='drop': nothing can be handed over: {ended.why}")
-        if isinstance(ended, Cut) and self._ranks is not None and not self._ranks.warned:
-            self._ranks.warned = True
-            warnings.warn(f"uneven='drop': {ended.why}. This is said once", stacklevel=3)
+        if isinstance(ended, Cut) and ranks is not None and not ranks.warned:
+            ranks.warned = True
+            warn(f"uneven='drop': {ended.why}. This is said once")
         if self.position.taken == 0:
             raise ValueError(
                 "source is empty: it gave no batch in this epoch. A function given as source must return a "
                 "fresh iterator at each call"
             )
-        if self._reader.cursor.forgets:
-            self._on_taken(Position(epoch=self.position.epoch), False)
-        elif self._plan.repeats:
+        if ahead.cursor.forgets:
+            self._feed.position, self._feed.filler = Position(epoch=self.position.epoch), False
+        elif ahead.plan.repeats:
             self._stand = self.position
             self._note(filler=False)
 
-    def _submit(self) -> Ticket[Outcome]:
-        stream = torch.cuda.current_stream(self._device) if self._reader.mover is not None else None
-        pull = self._lane.submit(partial(self._reader.pull, stream))
-        self._tickets.append(self._plan.follow(pull))
-        return pull
+    def _tell(self, error: BaseException) -> None:
+        """Let the other ranks, who may be waiting for this one, fail with it."""
+        ranks = self._feed.ranks
+        if self._settled:
+            self._ahead.plan.fail(error)
+        elif ranks is not None:
+            if self._number is None:
+                self._number = ranks.next_pass()
+            ranks.fail(self._number, error)
+
+    def _break_off(self, error: BaseException) -> None:
+        self._tell(error)
+        self._close_after(error)
 
     def _close_after(self, error: BaseException) -> None:
         try:
             self.close()
         except Exception as late:
             error.add_note(f"closing the source also failed: {late!r}")  # the original error comes first
-
-    def _close(self, *, wait: bool) -> None:
-        if self._closed or os.getpid() != self._owner[0]:
-            return
-        self._closed = True
-        self._reader.stopped = True
-        self._tickets.clear()
-        self._plan.close(wait=False)
-        if not wait:
-            return  # the lane ends its thread when it is dropped, and with it goes the reader
-        try:
-            self._lane.close(PATIENCE_S)
-        except TimeoutError:
-            warnings.warn(
-                f"source was still busy {PATIENCE_S:g} s after its iterator was closed; its thread is left "
-                "to end by itself",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            return
-        self._plan.close(wait=True)
-        self._on_closed(self._reader)
-        self._reader.cursor.close(self._handed_out, self._depth)
 
 
 def _same_again(batch: Any) -> Any:

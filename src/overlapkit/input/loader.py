@@ -1,7 +1,5 @@
 """DeviceLoader: the next batch is read, and copied to the device, while the step computes."""
 
-import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +8,13 @@ import torch
 from overlapkit.device import as_device, rank_and_world
 from overlapkit.input.arguments import check
 from overlapkit.input.detect import open_source
-from overlapkit.input.draws import DrawWatch
-from overlapkit.input.epochs import current_epoch, epoch_holders
-from overlapkit.input.fixed import FixedMemory
+from overlapkit.input.feed import Feed
 from overlapkit.input.iterator import BatchIterator
-from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
 from overlapkit.input.ranks import Ranks
-from overlapkit.input.reader import Reader
-from overlapkit.input.sources import Cursor
-from overlapkit.input.transfer import Mover
 from overlapkit.input.uneven import Uneven
-from overlapkit.span import Span, SpanLog
+from overlapkit.span import Span
+from overlapkit.warn import warn
 
 
 class DeviceLoader:
@@ -52,6 +45,11 @@ class DeviceLoader:
     transforms, too): their states go with each batch. Workers draw from copies, which no state holds.
     Global ones are shared by the loop with the reader's thread (and on a GPU `transform`): a source that is
     seen to draw from them is told, once.
+
+    Source and transform run under the grad mode of `iter()` (in inference mode without grad), not under the
+    loop's autocast or default device.
+
+    A source that knows how many batches it has is held to that: an epoch that is silently short is lost data.
 
     Among several ranks a pass begins on all of them together, unless uneven is None. Where each knows how
     many batches it has (a list, a map-style DataLoader, or a source with a state and with `batches_left`,
@@ -85,7 +83,7 @@ class DeviceLoader:
             "drop" ends the pass on all with the shortest, "join" hands a rank's last batch over again until
             the longest is done (`filler` is True then: multiply the loss by 0); its containers are new, its
             tensors the same memory. None lets ranks be independent, and is for a loader that not every rank
-            makes, in the same sequence, and iterates equally often.
+            iterates, equally often. (Ranks tell their loaders apart by which was iterated first.)
 
     Raises:
         TypeError: `source` is no re-iterable of batches.
@@ -108,26 +106,15 @@ class DeviceLoader:
     ) -> None:
         check(depth, pin, reuse_buffers, transform, drop_through, uneven)
         _, world = rank_and_world()
-        self._source = open_source(source, drop_through)
-        self._device = as_device(device)
-        on_gpu = self._device.type == "cuda"
+        opened = open_source(source, drop_through)
+        there = as_device(device)
+        on_gpu = there.type == "cuda"
         if pin and not on_gpu:
-            warnings.warn(
-                f"pin=True has no effect with device={str(self._device)!r}: nothing is copied", stacklevel=2
-            )
-        self._depth = depth
-        self._pin = on_gpu if pin is None else pin
-        self._transform = transform
-        self._log = SpanLog()
-        self._ranks = Ranks(uneven) if uneven is not None and world > 1 else None
-        self._filler = False
-        self._watch = DrawWatch()
-        self._fixed = FixedMemory(self._device, self._log) if reuse_buffers else None
-        self._idle: list[Mover] = []
-        self._live: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
-        self._epoch: int | None = None
+            warn(f"pin=True has no effect with device={str(there)!r}: nothing is copied")
+        ranks = Ranks(uneven) if uneven is not None and world > 1 else None
+        pin = on_gpu if pin is None else pin
+        self._feed = Feed(opened, there, depth, pin, transform, reuse_buffers, ranks)
         self._resume: Position | None = None
-        self._position: Position | None = None
 
     def __iter__(self) -> BatchIterator:
         """Start a pass: an epoch, or the rest of the one that a loaded state stands in.
@@ -136,35 +123,18 @@ class DeviceLoader:
         (it has a state, or persistent workers), and with reuse_buffers, an earlier pass that was not
         finished is closed.
         """
-        if self._source.exclusive or self._fixed is not None:
-            for earlier in list(self._live):
-                earlier.supersede()
-        resume, self._resume = self._resume, None
-        made = BatchIterator(
-            self._begin,
-            resume,
-            self._current_epoch(),
-            self._depth,
-            self._device,
-            self._log,
-            self._watch,
-            self._ranks,
-            self._take_note,
-            self._take_back,
-        )
-        self._live.add(made)
-        if self._position is None:
-            self._position = made.position
+        made = BatchIterator(self._feed, self._resume)
+        self._resume = None
         return made
 
     def __len__(self) -> int:
         """Batches in an epoch, where the source knows."""
-        return len(self._source.original)
+        return len(self._feed.source.original)
 
     @property
     def device(self) -> torch.device:
         """Where batches are handed over."""
-        return self._device
+        return self._feed.device
 
     @property
     def dataset(self) -> Any:
@@ -189,7 +159,7 @@ class DeviceLoader:
     @property
     def filler(self) -> bool:
         """Whether the batch handed over last has been handed over before: with uneven="join" at an end."""
-        return self._filler
+        return self._feed.filler
 
     @property
     def next_epoch(self) -> int:
@@ -199,8 +169,8 @@ class DeviceLoader:
         its end, the one that follows. Lists, map-style DataLoaders and overlapkit's own sources know
         their end.
         """
-        epoch, position = self._current_epoch(), self._position
-        if position is not None and position.epoch == epoch and self._source.over(position):
+        epoch, position = self._feed.epoch, self._feed.position
+        if position is not None and position.epoch == epoch and self._feed.source.over(position):
             return (epoch or 0) + 1
         return epoch or 0
 
@@ -209,20 +179,19 @@ class DeviceLoader:
 
         Nothing happens where none of them has epochs.
         """
-        self._epoch = epoch
-        for holder in epoch_holders(self._source.original):
-            holder.set_epoch(epoch)
+        self._feed.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands: after the batch that was handed over last, by whichever pass.
+        """Where the loop stands: after the batch handed over last, or where a pass has begun since.
 
         Returns:
             Plain values and uint8 tensors, as far as the source's own state consists of such.
         """
-        if self._position is None:
-            self._position = self._source.rest()
-            self._position.epoch = self._current_epoch()
-        return self._position.state_dict(self._source.kind)
+        feed, position = self._feed, self._feed.position
+        if position is None:
+            position = feed.source.rest()
+            position.epoch = feed.epoch
+        return position.state_dict(feed.source.kind)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next `iter()` start where the loop stood when `state` was taken.
@@ -232,11 +201,11 @@ class DeviceLoader:
             ValueError: `state` is of another kind of source or another version, or stands where this
                 source cannot be taken up.
         """
-        position = Position.from_state(state, self._source.kind)
-        self._source.check(position)
+        position = Position.from_state(state, self._feed.source.kind)
+        self._feed.source.check(position)
         if position.epoch is not None:
             self.set_epoch(position.epoch)
-        self._resume = self._position = position
+        self._resume = self._feed.position = position
 
     def timings(self) -> list[Span]:
         """The spans finished since the last call.
@@ -248,68 +217,17 @@ class DeviceLoader:
         "copy" or "copy pageable" (with bytes), "transform", "wait" (exposed: the loop's stream waited),
         "reuse" (exposed: the copy to the fixed addresses).
         """
-        return self._log.take()
+        return self._feed.log.take()
 
     def close(self) -> None:
         """End all passes and free the host buffers. The loader can be used again."""
-        for iterator in list(self._live):
+        for iterator in list(self._feed.live):
             iterator.close()
-        self._idle.clear()
+        self._feed.free()
 
     def _forward(self, name: str) -> Any:
         try:
-            return getattr(self._source.original, name)
+            return getattr(self._feed.source.original, name)
         except AttributeError as error:
-            kind = type(self._source.original).__name__
+            kind = type(self._feed.source.original).__name__
             raise AttributeError(f"source={kind} has no {name} that could be forwarded") from error
-
-    def _begin(self, resume: Position | None) -> Reader:
-        """Start reading; called in the consumer's thread."""
-        mover = empty = None
-        if self._device.type == "cuda":
-            mover = self._idle.pop() if self._idle else self._new_mover()
-            empty = mover.landing.empty
-        epoch = self._current_epoch()
-        try:
-            if resume is not None and resume.begun and self._source.replays and _differ(resume.epoch, epoch):
-                cursor = self._replay(resume, epoch, empty)
-            else:
-                cursor = self._source.begin(resume, empty)
-                cursor.position.epoch = epoch
-        except BaseException:
-            self._idle += [mover] if mover else []
-            raise
-        return Reader(cursor, mover, self._fixed, self._transform, self._log)
-
-    def _replay(self, resume: Position, epoch: int | None, empty: Empty | None) -> Cursor:
-        """Take up the state's epoch though another one is set: where it is over, generators go through it."""
-        assert resume.epoch is not None
-        assert epoch is not None
-        self.set_epoch(resume.epoch)
-        try:
-            cursor = self._source.begin(resume, empty)
-        finally:
-            self.set_epoch(epoch)
-        cursor.position.epoch = resume.epoch
-        return cursor
-
-    def _new_mover(self) -> Mover:
-        return Mover(self._device, self._depth + 1, self._pin, self._transform, self._log)
-
-    def _take_note(self, position: Position, filler: bool) -> None:
-        self._position, self._filler = position, filler
-
-    def _take_back(self, reader: Reader) -> None:
-        """Keep what a finished pass moved its batches with: streams and page-locked memory are dear."""
-        if reader.mover is not None:
-            self._idle.append(reader.mover)
-            reader.mover = None
-
-    def _current_epoch(self) -> int | None:
-        epoch = current_epoch(self._source.original)
-        return self._epoch if epoch is None else epoch
-
-
-def _differ(saved: int | None, now: int | None) -> bool:
-    """Whether two epochs are not the same; one that was never set is none of its own."""
-    return saved is not None and now is not None and saved != now

@@ -1,7 +1,6 @@
 """Mixture: rows of several sources in one batch, drawn by weights that may change on the way."""
 
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -18,6 +17,7 @@ from overlapkit.input.parts import as_parts
 from overlapkit.input.progress import Progress
 from overlapkit.input.tokens import TokenShards
 from overlapkit.input.weights import Place, Plan, Weights
+from overlapkit.warn import warn
 
 _ENDLESS = 2**62
 
@@ -197,11 +197,10 @@ class Mixture:
             ahead = zip_longest(plan.ahead(self._place()), self._plan.ahead(self._place()))
             if differ := [pair for pair in ahead if pair[0] != pair[1]]:
                 there, here = differ[0]
-                warnings.warn(
+                warn(
                     f"the state's weights take the place of this mixture's, first {there} that of {here}. To "
                     "go on with others, call set_weights() after loading (under a DeviceLoader after its "
                     "iter())",
-                    stacklevel=2,
                 )
             self._counts = np.array(counts, dtype=np.int64)
             self._plan = plan

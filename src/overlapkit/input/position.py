@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from overlapkit.input.checks import is_integer
+
 FORMAT = 1
 
 
@@ -70,7 +72,7 @@ class Position:
 
         Raises:
             TypeError: It is no dict.
-            ValueError: Another kind of source, or another version of overlapkit, wrote it.
+            ValueError: Another kind of source, or another version of overlapkit, wrote it; or it is damaged.
         """
         if not isinstance(state, dict):
             raise TypeError(
@@ -88,8 +90,16 @@ class Position:
             )
         if missing := sorted({"taken", "epoch", "order", "mark"} - state.keys()):
             raise ValueError(f"state lacks {', '.join(missing)}: it is damaged")
-        again, drawn = bool(state.get("again")), state.get("drawn")  # a state of an earlier version has none
-        return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"], again, drawn)
+        taken, epoch = state["taken"], state["epoch"]
+        again, drawn = state.get("again", False), state.get("drawn")  # a state of an earlier version has none
+        if not is_integer(taken) or taken < 0:
+            raise ValueError(f"state has taken={taken!r}: it is damaged, for what was taken is a count")
+        if epoch is not None and not is_integer(epoch):
+            raise ValueError(f"state has epoch={epoch!r}: it is damaged, for an epoch is an integer or None")
+        if not isinstance(again, bool):
+            raise ValueError(f"state has again={again!r}: it is damaged, for that is True or False")
+        epoch = epoch if epoch is None else int(epoch)
+        return cls(int(taken), epoch, state["order"], state["mark"], again, drawn)
 
 
 def _worked_out(value: Any) -> Any:

@@ -4,6 +4,7 @@ No collectives: it goes through the job's store, and a rank that is late or gone
 wait.
 """
 
+import contextlib
 import itertools
 from collections import defaultdict
 
@@ -40,7 +41,8 @@ class Ranks:
 
     def fail(self, number: int, error: BaseException) -> None:
         """Tell the others, who may be waiting, that a pass failed here before its first batch."""
-        self.quorum.fail(str(number), error)
+        with contextlib.suppress(RuntimeError):  # no store, no process group: what is wrong here comes first
+            self.quorum.fail(str(number), error)
 
     def settle(self, number: int, left: float | None, *, resumed: bool, spare: bool) -> Plan:
         """Say how many batches this rank has in a pass, and learn what all of them make of it.

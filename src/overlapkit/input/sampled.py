@@ -1,6 +1,5 @@
 """Rows of a map-style dataset for a mixture: loaded one by one, and put together as its DataLoader would."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from overlapkit.input.generators import Generators
 from overlapkit.input.landing import Empty
 from overlapkit.input.reach import reachable
 from overlapkit.input.sample_seed import SampleSeed
+from overlapkit.warn import warn
 
 
 class SampledRows:
@@ -38,10 +38,9 @@ class SampledRows:
         held = list(reachable(loader.dataset, loader.collate_fn))
         self._seeds = [one for one in held if isinstance(one, SampleSeed)]
         if Generators(held):
-            warnings.warn(
+            warn(
                 f"sources[{name!r}]: its dataset owns random generators, whose states are not in a mixture's "
                 "state: seed what is drawn for a sample, see overlapkit.input.SampleSeed",
-                stacklevel=6,
             )
 
     def alike(self) -> dict[str, Any]:

@@ -9,12 +9,14 @@ import operator
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
+from overlapkit.input.checks import is_integer
 from overlapkit.input.generators import Generators, held_by, random_state
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
@@ -59,8 +61,20 @@ class SkippingLoader(TwinLoader["_IndexBatches"]):
             with random_state():  # what iter() draws was drawn when the epoch began
                 return self._start(order, resume)
         self._random.restore(order["generators"])  # saved before the first epoch
-        self._restore_drawn(resume, stacklevel=7)
+        self._restore_drawn(resume)
         return self._start(None)
+
+    def check(self, resume: Position) -> None:
+        """Refuse a position beyond the end, and what is no order of this source's.
+
+        Raises:
+            ValueError: It is damaged, or of another source.
+        """
+        super().check(resume)
+        if resume.begun or resume.order is not None:
+            self._random.check(resume.order, begun=resume.begun)
+        if resume.mark is not None and not is_integer(resume.mark):
+            raise ValueError(f"state has mark={resume.mark!r:.80}: it is damaged, for that is a checksum")
 
     def rest(self) -> Position:
         """The generators as they are; torch's global one moves on until the first epoch."""
@@ -81,7 +95,7 @@ class SkippingLoader(TwinLoader["_IndexBatches"]):
         draws.prime()
         if resume is not None:
             draws.check(resume)
-            self._restore_drawn(resume, stacklevel=8)
+            self._restore_drawn(resume)
         taken, mark = (resume.taken, resume.mark) if resume else (0, None)
         length = known_length(self.original)
         left = None if length is None else length - taken
@@ -175,10 +189,14 @@ class _Draws:
         self._first.extend(islice(self._batches, 1))
 
     def advance(self, given: int) -> None:
-        """Draw on until `given` batches were given, so that generators stand where they should."""
+        """Draw on until `given` batches were given, so that generators stand where they should.
+
+        Nobody asked for these: a sampler that fails here has failed nobody.
+        """
         missing = given - self.given - len(self._first)
         assert self._batches is not None
-        deque(islice(self._batches, max(0, missing)), maxlen=0)
+        with suppress(Exception):
+            deque(islice(self._batches, max(0, missing)), maxlen=0)
 
     def check(self, resume: Position) -> None:
         """Refuse to go on in another order than the one that was left."""

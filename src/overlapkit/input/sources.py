@@ -86,7 +86,9 @@ class Cursor:
         return replace(here, taken=self.position.taken + int(self.left), mark=None)
 
     def close(self, handed_out: int, depth: int) -> None:
-        """Let go of the source's iterator. Called once, when nobody is in `next`.
+        """Let go of the source's iterator, now, though a traceback may still refer to it.
+
+        Called once, when nobody is in `next`.
 
         Args:
             handed_out: Batches of this pass that the consumer took.
@@ -94,7 +96,9 @@ class Cursor:
         """
         batches, self._batches = self._batches, None
         if isinstance(batches, GeneratorType):
-            batches.close()  # now, and with its own errors, though a traceback may still refer to it
+            batches.close()
+        elif getattr(batches, "_workers", None) and not getattr(batches, "_persistent_workers", True):
+            batches._shutdown_workers()  # type: ignore[union-attr]  # as a DataLoader's iterator at its end
 
 
 class Source(ABC):
@@ -130,13 +134,17 @@ class Source(ABC):
         return False
 
     def check(self, resume: Position) -> None:
-        """Refuse a position that this source cannot go to.
+        """Refuse a position that this source cannot go to: here, one beyond its end.
 
         Raises:
             ValueError: It cannot; the message says why and what to do.
         """
-        if resume.taken < 0:
-            raise ValueError(f"state has taken {resume.taken} batches: it is damaged")
+        length = known_length(self.original)
+        if length is not None and resume.taken > length:
+            raise ValueError(
+                f"state has taken {resume.taken} batches, source has {length}: it is not the source that the "
+                "state was saved over"
+            )
 
     def rest(self) -> Position:
         """Where the consumer stands before the first epoch."""
@@ -157,15 +165,6 @@ class Listed(Source):
     def over(self, position: Position) -> bool:
         """Whether all batches have been taken."""
         return position.taken == len(self.original)
-
-    def check(self, resume: Position) -> None:
-        """Refuse a position beyond the end."""
-        super().check(resume)
-        if resume.taken > len(self.original):
-            raise ValueError(
-                f"state has taken {resume.taken} batches, source has {len(self.original)}: "
-                "it is not the source that the state was saved over"
-            )
 
 
 class Stateful(Source):
@@ -195,7 +194,7 @@ class Stateful(Source):
         taken = resume.taken if resume else 0
         begun = resume is not None and resume.begun
         if begun and self._owned:
-            tell_lost(self._owned, taken, "source keeps it only of a dataset with state_dict()", stacklevel=6)
+            tell_lost(self._owned, taken, "source keeps it only of a dataset with state_dict()")
         with random_state() if begun else nullcontext():  # what iter() draws was drawn when the epoch began
             batches = read(self.original, empty)
         left = getattr(self.original, "batches_left", None)
@@ -205,6 +204,11 @@ class Stateful(Source):
         """Whether nothing is left, where the source can tell by a state of its own (`is_over`)."""
         is_over = getattr(self.original, "is_over", None)
         return callable(is_over) and bool(is_over(position.noted))
+
+    def check(self, resume: Position) -> None:
+        """Refuse a position without the source's own state."""
+        if resume.begun and resume.mark is None:
+            raise ValueError(f"state has taken {resume.taken} batches and no state of source: it is damaged")
 
     def rest(self) -> Position:
         """The source's state."""

@@ -1,6 +1,5 @@
 """Sources without a state: taken up between epochs, or by reading and dropping what had been taken."""
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +9,7 @@ from overlapkit.input.landing import Empty, read
 from overlapkit.input.position import Position
 from overlapkit.input.skipping import sampler_chain
 from overlapkit.input.sources import Cursor, Source
+from overlapkit.warn import warn
 
 
 class Opaque(Source):
@@ -41,7 +41,8 @@ class Opaque(Source):
 
     def check(self, resume: Position) -> None:
         """Refuse any position within an epoch, unless what comes before it may be dropped."""
-        super().check(resume)
+        if resume.order is not None:
+            self._random.check(resume.order, begun=True)
         if resume.begun and not self._drop_through:
             raise ValueError(
                 f"state stands after batch {resume.taken} of an epoch, and source cannot be taken up there: "
@@ -60,10 +61,7 @@ class Opaque(Source):
 
     def _warn(self, count: int) -> None:
         if count:
-            warnings.warn(
-                f"drop_through=True: {count} batches that were taken before are read again and dropped",
-                stacklevel=7,
-            )
+            warn(f"drop_through=True: {count} batches that were taken before are read again and dropped")
 
 
 class Resettable(Opaque):
@@ -90,10 +88,9 @@ class Resettable(Opaque):
                 f"batch {self.read}: it does not go back within an epoch. Build a new one"
             )
         if resume is None and self.read:
-            warnings.warn(
+            warn(
                 f"{type(self.original).__name__} cannot begin anew before its epoch is over: this pass goes "
-                f"on after the {self.read} batches that the last one read, some of them ahead of the loop",
-                stacklevel=6,
+                f"on after the {self.read} batches that the last one read, some of them ahead of the loop"
             )
         self._warn(taken - self.read)
         return Cursor(_Epoch(self), Position(taken), forgets=True, to_drop=taken - self.read)

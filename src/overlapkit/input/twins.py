@@ -53,14 +53,14 @@ class TwinLoader(Source, Generic[Indices]):
         """The dataset's own generators, as far as the reader's thread draws from them."""
         return Generators(()) if self.original.num_workers else self._owned
 
-    def _restore_drawn(self, resume: Position, stacklevel: int) -> None:
+    def _restore_drawn(self, resume: Position) -> None:
         """Let the dataset's own generators go on behind the batches taken, or tell that they do not."""
         states, drawn = resume.states, self._drawn()
         if states is not None and len(states) == len(drawn):
             drawn.restore(states)
         if resume.begun and len(self._owned) and not (states and len(states) == len(drawn)):
             why = "each worker has its own copies" if self.original.num_workers else "there were others then"
-            tell_lost(self._owned, resume.taken, why, stacklevel)
+            tell_lost(self._owned, resume.taken, why)
 
 
 class TwinCursor(Cursor):

@@ -43,12 +43,17 @@ class Plan:
         """What comes next for the consumer where this came of the ticket in front."""
         return outcome
 
+    def fail(self, error: BaseException) -> None:
+        """Tell whoever waits for this rank that a batch came to nothing here after it was agreed on."""
+
     def close(self, *, wait: bool) -> None:
         """Let go of the pass."""
 
 
 class Counted(Plan):
     """All ranks know how many batches they have, and hand over equally many: nothing more is exchanged.
+
+    One rank alone is held to its number, too: an epoch that is silently short is lost data.
 
     Args:
         left: What this rank has.
@@ -80,6 +85,6 @@ class Counted(Plan):
     def _broken_promise(self) -> str:
         number = f"more than {self._left}" if self._given == self._left else str(self._given)
         return (
-            f"source gave {number} batches where its len() says {self._left}: other ranks relied on that. "
-            "Correct its __len__, or leave it out, or use uneven=None"
+            f"source gave {number} batches where its len() says {self._left}, and resuming and other ranks "
+            "rely on that: correct its __len__, or leave it out"
         )
