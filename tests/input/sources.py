@@ -1,6 +1,8 @@
 """Sources of every kind over the same numbers, for tests of order and resuming."""
 
+import os
 import random
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from torch.utils.data import (
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from overlapkit.input import ElasticSampler, SampleSeed
@@ -34,6 +37,23 @@ class Numbers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         self.loaded.append(index)
+        return index
+
+
+class Failing(Dataset[int]):
+    """Raises at one index; dies there where `deadly`."""
+
+    def __init__(self, at: int, deadly: bool = False) -> None:
+        self.at, self.deadly = at, deadly
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            if self.deadly and get_worker_info() is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise LookupError(f"sample {index}")
         return index
 
 

@@ -13,11 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader
 
-from overlapkit.input import DeviceLoader, ahead
+from overlapkit.input import DeviceLoader
 from overlapkit.lane import Lane
-from tests.input.sources import Numbers, in_order, plain, stateful_loader
+from tests.input.sources import Failing, Numbers, in_order, plain, stateful_loader
 from tests.leftovers import Leftovers
 
 
@@ -27,23 +27,6 @@ def readers() -> list[threading.Thread]:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-class Failing(Dataset[int]):
-    """Raises at one index; dies there where `deadly`."""
-
-    def __init__(self, at: int, deadly: bool = False) -> None:
-        self.at, self.deadly = at, deadly
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.at:
-            if self.deadly and get_worker_info() is not None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise LookupError(f"sample {index}")
-        return index
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
@@ -296,21 +279,6 @@ def test_a_generator_around_it_can_be_closed() -> None:
     assert readers() == []
 
 
-def test_dropped_without_a_word_also_in_a_cycle_and_in_another_thread() -> None:
-    passing = iter(DeviceLoader(in_order(20, 2), "cpu"))
-    next(passing)
-    holder = [passing]
-    holder.append(holder)  # type: ignore[arg-type]
-    del passing, holder
-    thread = threading.Thread(target=gc.collect)
-    thread.start()
-    thread.join()
-    deadline = time.monotonic() + 2
-    while readers() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert readers() == []
-
-
 def test_two_passes_at_once() -> None:
     loader = DeviceLoader(in_order(6, 2), "cpu")
     got = [(plain(a), plain(b)) for a in loader for b in loader]
@@ -343,155 +311,6 @@ def test_closing_twice_and_after_the_end() -> None:
     fresh = iter(DeviceLoader([1, 2], "cpu"))
     fresh.close()
     assert list(fresh) == []
-
-
-def test_a_source_that_stays_busy_is_left_behind_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "PATIENCE_S", 0.05)
-    release = threading.Event()
-
-    def source() -> Iterator[int]:
-        yield 0
-        release.wait(10)
-        yield 1
-
-    passing = iter(DeviceLoader(source, "cpu"))
-    next(passing)
-    with pytest.warns(RuntimeWarning, match="still busy"):
-        passing.close()
-    release.set()
-
-
-class OneAtATime:
-    """A source with a state, whose batch 1 comes when it is let through; tells who is in it."""
-
-    def __init__(self) -> None:
-        self.through = threading.Event()
-        self.inside = threading.Event()
-        self.begun_beside: list[bool] = []
-
-    def __iter__(self) -> Iterator[int]:
-        self.begun_beside.append(self.inside.is_set())
-        return self._batches()
-
-    def _batches(self) -> Iterator[int]:
-        yield 0
-        self.inside.set()
-        self.through.wait(20)
-        self.inside.clear()
-        yield 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
-
-
-def forgotten_in_another_thread(source: OneAtATime) -> DeviceLoader:
-    """A loader whose pass was forgotten while its reader was in the source."""
-    loader = DeviceLoader(source, "cpu", depth=1)
-    holder: list[Any] = [iter(loader)]
-    next(holder[0])
-    assert source.inside.wait(10)
-    thread = threading.Thread(target=holder.clear)
-    thread.start()
-    thread.join()
-    return loader
-
-
-def test_a_pass_begins_when_the_reader_of_a_forgotten_one_is_out_of_the_source() -> None:
-    source = OneAtATime()
-    loader = forgotten_in_another_thread(source)
-    timer = threading.Timer(0.1, source.through.set)
-    timer.start()
-    assert list(loader) == [0, 1]
-    timer.join()
-    assert source.begun_beside == [False, False]
-    assert loader._feed.left == []
-
-
-def test_a_forgotten_reader_that_stays_in_the_source_is_waited_for_in_vain(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ahead, "PATIENCE_S", 0.05)
-    source = OneAtATime()
-    loader = forgotten_in_another_thread(source)
-    with pytest.raises(RuntimeError, match="still busy with a batch for an earlier pass"):
-        iter(loader)
-    source.through.set()
-    monkeypatch.setattr(ahead, "PATIENCE_S", 10.0)
-    assert list(loader) == [0, 1]
-
-
-def test_an_interrupted_close_is_gone_on_with() -> None:
-    source = OneAtATime()
-    passing = iter(DeviceLoader(source, "cpu", depth=1))
-    next(passing)
-    assert source.inside.wait(10)
-    main = threading.get_ident()
-    timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        passing.close()
-    timer.join()
-    assert len(readers()) == 1
-    source.through.set()
-    passing.close()
-    assert readers() == []
-    assert not source.inside.is_set()
-    assert list(passing) == []
-
-
-def test_closed_by_another_thread_amid_a_wait_it_is_at_its_end() -> None:
-    source = OneAtATime()
-    loader = DeviceLoader(source, "cpu", depth=1)
-    closing = threading.Thread(target=loader.close)
-
-    def close() -> None:
-        closing.start()
-        while not passing._ahead.closed:
-            time.sleep(0.001)
-        source.through.set()
-
-    passing = iter(loader)
-    next(passing)
-    timer = threading.Timer(0.05, close)
-    timer.start()
-    assert list(passing) == []
-    timer.join()
-    closing.join()
-    assert readers() == []
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_error_that_is_kept_keeps_no_worker(persistent: bool) -> None:
-    source = DataLoader(Failing(7), batch_size=2, num_workers=2, persistent_workers=persistent)
-    loader = DeviceLoader(source, "cpu")
-    with pytest.raises(LookupError) as kept:
-        list(loader)
-    assert len(multiprocessing.active_children()) == (2 if persistent else 0)
-    del loader, source, kept
-    gc.collect()
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.parametrize("where", ["source", "transform"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_the_grad_mode_is_that_of_iter(mode: Any, where: str) -> None:
-    weight = torch.ones(2, requires_grad=True)
-
-    def double(batch: int) -> torch.Tensor:
-        return weight * batch
-
-    loader = DeviceLoader(
-        lambda: map(double if where == "source" else int, [1, 2]),
-        "cpu",
-        transform=double if where == "transform" else None,
-    )
-    for within, wanted in [(mode, mode is torch.enable_grad), (torch.enable_grad, True)]:
-        with within():
-            passing = iter(loader)
-        assert [batch.requires_grad for batch in passing] == [wanted] * 2
 
 
 def test_a_source_that_does_not_keep_its_length_is_an_error() -> None:

@@ -216,6 +216,22 @@ def test_stopped_anywhere_it_goes_on_as_if_nothing_had_happened(kind: str, mode:
     run_ranks(3, run, timeout=110)
 
 
+def test_a_state_that_was_loaded_is_the_state_until_the_first_batch_is_taken() -> None:
+    """Also where the loop stands among fillers, which come from a batch that is read again."""
+
+    def run(rank: int) -> list[bool]:
+        loader = DeviceLoader(list(range(SIZES[rank])), "cpu", uneven="join")
+        list(islice(loader, 6))
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        passing = iter(loader)
+        assert loader.state_dict() == state
+        assert plain(next(passing)) == [3, 6, 4][rank]
+        return [state["again"], loader.filler]
+
+    assert run_ranks(3, run) == [[True, True], [False, False], [True, True]]
+
+
 def test_a_pass_of_known_length_costs_its_begin_and_nothing_a_batch() -> None:
     class Store:
         def __init__(self, store: Any) -> None:
