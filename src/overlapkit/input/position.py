@@ -18,8 +18,8 @@ class Position:
         mark: What the source noted with the last batch taken, or a function that works it out.
         again: The next batch has been taken, too: it is read again, to stand in where this rank has no more
             batches and others have.
-        drawn: The states of the dataset's own generators behind the last batch taken, or a function that
-            works them out.
+        drawn: [rank, number of ranks], and the states that the dataset's own generators had there behind the
+            last batch taken; a function that works this out; or None.
     """
 
     taken: int = 0
