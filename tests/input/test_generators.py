@@ -212,3 +212,16 @@ def test_another_kind_of_generator_is_refused(kind: str) -> None:
     for other in MAKES.keys() - (alike if kind in alike else {kind}):
         with pytest.raises(RuntimeError, match=r"source has 1 random generator\(s\), or others"):
             Generators([MAKES[other]()]).restore(saved)
+
+
+def test_a_damaged_state_is_refused() -> None:
+    one = loader("numpy")
+    next(iter(one))
+    for drawn in ([], [[0, 1]], [0, 1], "ab", {"a": []}):
+        with pytest.raises(ValueError, match="state has drawn=.*: it is damaged"):
+            one.load_state_dict({**one.state_dict(), "drawn": drawn})
+    who, (numpy,) = one.state_dict()["drawn"]
+    state = {**one.state_dict(), "drawn": [who, [numpy, numpy]]}
+    one.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"2 generator state\(s\), source has 1"):
+        iter(one)

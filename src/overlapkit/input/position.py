@@ -89,6 +89,8 @@ class Position:
         if missing := sorted({"taken", "epoch", "order", "mark"} - state.keys()):
             raise ValueError(f"state lacks {', '.join(missing)}: it is damaged")
         again, drawn = bool(state.get("again")), state.get("drawn")  # a state of an earlier version has none
+        if drawn is not None and [type(part) for part in drawn] != [list, list]:
+            raise ValueError(f"state has drawn={drawn!r}: it is damaged")
         return cls(int(state["taken"]), state["epoch"], state["order"], state["mark"], again, drawn)
 
 
