@@ -100,7 +100,7 @@ def test_an_early_break_leaves_them_behind_the_last_batch_taken(kind: str) -> No
                 break
     for stop in (3, 1, 6):
         rows(batch for _, batch in zip(range(stop), other, strict=False))
-        drawn = other.state_dict()["drawn"]
+        _, drawn = other.state_dict()["drawn"]
     (generator,) = one.dataset.transform.held
     fresh = Generators([MAKES[kind]()])
     fresh.restore(drawn)
@@ -116,7 +116,9 @@ def test_they_are_found_wherever_a_dataset_keeps_them() -> None:
 
     first = DeviceLoader(DataLoader(deep, 2, shuffle=True, generator=generator, collate_fn=collate), "cpu")
     next(iter(first))
-    assert len(first.state_dict()["drawn"]) == 3
+    who, states = first.state_dict()["drawn"]
+    assert who == [0, 1]
+    assert len(states) == 3
     assert len(first.state_dict()["order"]["generators"]) == 1
 
 
@@ -126,7 +128,7 @@ def test_those_of_everyone_and_of_the_sampler_are_not_the_dataset_s() -> None:
     data.everyone = [torch.default_generator, random._inst, np.random.mtrand._rand]  # type: ignore[attr-defined]
     data.system = random.SystemRandom()  # type: ignore[attr-defined]
     made = DeviceLoader(DataLoader(data, 2, shuffle=True, generator=shared), "cpu")
-    assert made.state_dict()["drawn"] == []
+    assert made.state_dict()["drawn"] is None
 
 
 def test_a_resume_that_cannot_go_on_as_it_was_is_told() -> None:
@@ -144,6 +146,28 @@ def test_a_resume_that_cannot_go_on_as_it_was_is_told() -> None:
     again.load_state_dict(state)
     with pytest.warns(UserWarning, match=r"owns 1 random generator"):
         list(again)
+
+
+def test_another_number_of_ranks_does_not_draw_alike_on_all_of_them() -> None:
+    """Every rank gets rank 0's state then: generators begin as each rank seeded them, and that is told."""
+
+    def build(rank: int, world: int) -> DeviceLoader:
+        data = Noisy(np.random.default_rng([5, rank]))
+        sampler: Any = ElasticSampler(data, num_replicas=world, rank=rank, seed=3)
+        return DeviceLoader(DataLoader(data, 2, sampler=sampler), "cpu")
+
+    one = build(0, 2)
+    next(iter(one))
+    drawn = []
+    for rank in range(3):
+        again = build(rank, 3)
+        again.load_state_dict(one.state_dict())
+        with pytest.warns(UserWarning, match=r"at batch 4: it has those of rank 0 of 2\. What"):
+            passing = iter(again)
+        drawn.append(next(passing)[1].tolist())
+        passing.close()
+        truth = np.random.default_rng([5, rank])
+        assert drawn[-1] == [number(truth), number(truth)]
 
 
 def test_a_source_with_a_state_that_lacks_them_is_told_when_it_is_resumed() -> None:
@@ -188,3 +212,16 @@ def test_another_kind_of_generator_is_refused(kind: str) -> None:
     for other in MAKES.keys() - (alike if kind in alike else {kind}):
         with pytest.raises(RuntimeError, match=r"source has 1 random generator\(s\), or others"):
             Generators([MAKES[other]()]).restore(saved)
+
+
+def test_a_damaged_state_is_refused() -> None:
+    one = loader("numpy")
+    next(iter(one))
+    for drawn in ([], [[0, 1]], [0, 1], "ab", {"a": []}):
+        with pytest.raises(ValueError, match="state has drawn=.*: it is damaged"):
+            one.load_state_dict({**one.state_dict(), "drawn": drawn})
+    who, (numpy,) = one.state_dict()["drawn"]
+    state = {**one.state_dict(), "drawn": [who, [numpy, numpy]]}
+    one.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"2 generator state\(s\), source has 1"):
+        iter(one)

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from overlapkit.input.generators import Generators, random_state
+from overlapkit.input.generators import random_state
 from overlapkit.input.landing import Empty
-from overlapkit.input.order import Order
 from overlapkit.input.position import Position
 from overlapkit.input.progress import FORMAT, Progress
 from overlapkit.input.sampler import ElasticSampler, Pass
@@ -67,7 +66,7 @@ class ElasticLoader(TwinLoader["_IndexBatches"]):
         if resume is not None:
             self._restore_drawn(resume)
         position, left = Position(one.position, one.epoch, self._identity()), self._batches(one.share)
-        return _ElasticCursor(batches, position, self._drawn(), self._order, one, indices.size, left)
+        return _ElasticCursor(batches, position, self, one, indices.size, left)
 
     def over(self, position: Position) -> bool:
         """Whether no batch of the epoch is left."""
@@ -80,7 +79,10 @@ class ElasticLoader(TwinLoader["_IndexBatches"]):
     def rest(self) -> Position:
         """Where the sampler stands."""
         state = self._sampler.state_dict()
-        return Position(state["position"], state["epoch"], self._identity(), drawn=self._drawn().save())
+        return self._rest(Position(state["position"], state["epoch"], self._identity()))
+
+    def _who(self) -> list[int]:
+        return [self._order.rank, self._order.world]
 
     def _identity(self) -> dict[str, Any]:
         return {"size": self._order.size, "seed": self._order.seed, "shuffle": self._order.shuffle}
@@ -121,14 +123,13 @@ class _ElasticCursor(TwinCursor):
         self,
         batches: Iterator[Any],
         position: Position,
-        drawn: Generators,
-        order: Order,
+        twin: ElasticLoader,
         one: Pass,
         size: int,
         left: int,
     ) -> None:
-        super().__init__(batches, position, drawn, left)
-        self._order = order
+        super().__init__(batches, position, twin, left)
+        self._order = twin._order
         self._one = one
         self._size = size
         self._taken = 0

@@ -42,9 +42,9 @@ class DeviceLoader:
     or by `drop_through`. A state at an epoch's end starts the next epoch. Random augmentation goes on
     bitwise where each sample has its own, as SampleSeed gives it, and where the map-style dataset of a
     DataLoader without workers owns the generators that it draws from (torch's, random's, numpy's; in its
-    transforms, too): their states go with each batch. Workers draw from copies, which no state holds.
-    Global ones are shared by the loop with the reader's thread (and on a GPU `transform`): a source that is
-    seen to draw from them is told, once.
+    transforms, too): their states go with each batch, and are brought back on as many ranks. Workers draw
+    from copies, which no state holds. Global ones are shared by the loop with the reader's thread (and on a
+    GPU `transform`): a source that is seen to draw from them is told, once.
 
     Source and transform run under the grad mode of `iter()` (in inference mode without grad), not under the
     loop's autocast or default device.

@@ -20,8 +20,8 @@ class Position:
         mark: What the source noted with the last batch taken, or a function that works it out.
         again: The next batch has been taken, too: it is read again, to stand in where this rank has no more
             batches and others have.
-        drawn: The states of the dataset's own generators behind the last batch taken, or a function that
-            works them out.
+        drawn: [rank, number of ranks], and the states that the dataset's own generators had there behind the
+            last batch taken; a function that works this out; or None.
     """
 
     taken: int = 0
@@ -98,6 +98,8 @@ class Position:
             raise ValueError(f"state has epoch={epoch!r}: it is damaged, for an epoch is an integer or None")
         if not isinstance(again, bool):
             raise ValueError(f"state has again={again!r}: it is damaged, for that is True or False")
+        if drawn is not None and [type(part) for part in drawn] != [list, list]:
+            raise ValueError(f"state has drawn={drawn!r:.80}: it is damaged")
         epoch = epoch if epoch is None else int(epoch)
         return cls(int(taken), epoch, state["order"], state["mark"], again, drawn)
 

@@ -78,8 +78,7 @@ class SkippingLoader(TwinLoader["_IndexBatches"]):
 
     def rest(self) -> Position:
         """The generators as they are; torch's global one moves on until the first epoch."""
-        order = {"generators": self._random.save(), "torch": None}
-        return Position(order=order, drawn=self._drawn().save())
+        return self._rest(Position(order={"generators": self._random.save(), "torch": None}))
 
     def over(self, position: Position) -> bool:
         """Whether all batches of the epoch have been taken, where their number is known."""
@@ -99,9 +98,7 @@ class SkippingLoader(TwinLoader["_IndexBatches"]):
         taken, mark = (resume.taken, resume.mark) if resume else (0, None)
         length = known_length(self.original)
         left = None if length is None else length - taken
-        return _IndexCursor(
-            batches, Position(taken, order=draws.order, mark=mark), self._drawn(), draws, left
-        )
+        return _IndexCursor(batches, Position(taken, order=draws.order, mark=mark), self, draws, left)
 
     def _index_batches(self) -> "_IndexBatches":
         original = self.original
@@ -252,11 +249,11 @@ class _IndexCursor(TwinCursor):
         self,
         batches: Iterator[Any],
         position: Position,
-        drawn: Generators,
+        twin: SkippingLoader,
         draws: _Draws,
         left: int | None,
     ) -> None:
-        super().__init__(batches, position, drawn, left)
+        super().__init__(batches, position, twin, left)
         self._draws = draws
         self._ahead = draws.given
 

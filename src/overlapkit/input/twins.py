@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
+from overlapkit.device import rank_and_world
 from overlapkit.input.generators import Generators, plain, tell_lost
 from overlapkit.input.position import Position
 from overlapkit.input.reach import reachable
@@ -49,17 +50,31 @@ class TwinLoader(Source, Generic[Indices]):
             self._kept = made, indices
         return made, indices
 
+    def _rest(self, position: Position) -> Position:
+        """The position before the first epoch, with the generators as they are."""
+        if drawn := self._drawn():
+            position.drawn = [self._who(), drawn.save()]
+        return position
+
     def _drawn(self) -> Generators:
         """The dataset's own generators, as far as the reader's thread draws from them."""
         return Generators(()) if self.original.num_workers else self._owned
 
+    def _who(self) -> list[int]:
+        """Whose the generators are: the rank, and how many there are."""
+        return list(rank_and_world())
+
     def _restore_drawn(self, resume: Position) -> None:
         """Let the dataset's own generators go on behind the batches taken, or tell that they do not."""
-        states, drawn = resume.states, self._drawn()
-        if states is not None and len(states) == len(drawn):
-            drawn.restore(states)
-        if resume.begun and len(self._owned) and not (states and len(states) == len(drawn)):
-            why = "each worker has its own copies" if self.original.num_workers else "there were others then"
+        who, states = resume.states or ([], [])
+        if states and who == self._who() and not self.original.num_workers:
+            self._owned.restore(states)
+        elif resume.begun and self._owned:
+            why = "it has none of them"
+            if self.original.num_workers:
+                why = "each worker has its own copies"
+            elif states:
+                why = f"it has those of rank {who[0]} of {who[1]}"
             tell_lost(self._owned, resume.taken, why)
 
 
@@ -71,17 +86,17 @@ class TwinCursor(Cursor):
     Args:
         batches: The twin's.
         position: As of a Cursor.
-        drawn: The dataset's generators that the reader's thread draws from.
+        twin: Knows the dataset's generators.
         left: As of a Cursor.
     """
 
     def __init__(
-        self, batches: Iterator[Any], position: Position, drawn: Generators, left: int | None
+        self, batches: Iterator[Any], position: Position, twin: TwinLoader[Any], left: int | None
     ) -> None:
         super().__init__(batches, position, left=left)
-        self._generators = drawn
-        self._behind = drawn.states()
-        position.drawn = partial(plain, self._behind)
+        self._generators, self._who = twin._drawn(), twin._who()
+        self._behind = self._generators.states()
+        self._note(position)
 
     def next(self) -> tuple[Any, Any]:
         """The next batch, and its mark with the generators' states."""
@@ -91,15 +106,17 @@ class TwinCursor(Cursor):
     def after(self, here: Position, mark: Any) -> Position:
         """Where the consumer stands that has taken one more batch."""
         mark, self._behind = mark
-        there = self._step(here, mark)
-        if self._behind:
-            there.drawn = partial(plain, self._behind)
-        return there
+        return self._note(self._step(here, mark))
 
     def close(self, handed_out: int, depth: int) -> None:
         """Let go of the iterator: how far the reader came is chance, and nothing depends on it."""
         super().close(handed_out, depth)
         self._generators.put_back(self._behind)
+
+    def _note(self, position: Position) -> Position:
+        if self._behind:
+            position.drawn = partial(plain, [self._who, self._behind])
+        return position
 
     def _step(self, here: Position, mark: Any) -> Position:
         return super().after(here, mark)
