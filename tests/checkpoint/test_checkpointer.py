@@ -921,9 +921,7 @@ def test_an_interrupted_close_goes_on_at_the_next_call(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["late", "now"])
-@pytest.mark.parametrize(
-    "where", ["overlapkit.checkpoint.rng.capture", "overlapkit.checkpoint.checkpointer.Job"]
-)
+@pytest.mark.parametrize("where", ["overlapkit.checkpoint.rng.capture", "overlapkit.checkpoint.saver.Job"])
 def test_an_interrupt_inside_save_leaves_the_next_one_clean(tmp_path, monkeypatch, where, stage):
     def interrupt(*args):
         raise KeyboardInterrupt

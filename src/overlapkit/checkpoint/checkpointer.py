@@ -1,30 +1,31 @@
 """Checkpointer: saves beside the step, and restores whole checkpoints or none."""
 
-import atexit
-import functools
-import itertools
 import os
-import sys
-import threading
 import time
-import traceback
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from overlapkit.checkpoint import rng
-from overlapkit.checkpoint.commit import RunLock, sweep
+from overlapkit.checkpoint.at_exit import close_at_exit
+from overlapkit.checkpoint.commit import RunLock
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
-from overlapkit.checkpoint.job import Job, Run, sound_steps
+from overlapkit.checkpoint.job import Run, sound_steps
 from overlapkit.checkpoint.layout import check_state
-from overlapkit.checkpoint.opening import check_metrics, check_options, check_step, open_directory
+from overlapkit.checkpoint.opening import (
+    check_metrics,
+    check_only,
+    check_options,
+    check_step,
+    open_directory,
+    open_run,
+)
 from overlapkit.checkpoint.planner import Planner
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
-from overlapkit.checkpoint.stage import LANE, Stager, Staging
+from overlapkit.checkpoint.saver import Saver
+from overlapkit.checkpoint.stage import LANE, Stager
 from overlapkit.checkpoint.verification import verify
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
@@ -111,15 +112,12 @@ class Checkpointer:
         self._stager = Stager(in_flight, self._log)
         self._unfinished = Unfinished(self._log)
         self._restorer = Restorer(self._root, self._quorum, self._stager, self._helper)
-        self._saves = itertools.count()
+        self._saver = Saver(self._run, self._planner, self._stager, self._writer)
+        self._calls = 0
         self._closing = False
         self._closed = False
         self._unseen: list[BaseException] = []
-        self._pid = os.getpid()
-        at_exit = functools.partial(_close_at_exit, weakref.ref(self))
-        self._at_exit = weakref.finalize(self, atexit.unregister, at_exit)
-        self._at_exit.atexit = False
-        atexit.register(at_exit)
+        self._stay_open = close_at_exit(self, self._root)
 
     def save(
         self,
@@ -147,18 +145,18 @@ class Checkpointer:
             Exception: An earlier save has failed (this one has begun), or, with `block`, this one.
         """
         self._check_open()
+        self._calls += 1  # the number of a save: every rank makes the same calls
         step, kept_metrics = check_step(step), check_metrics(metrics)
         check_state(state)
         if self._every is not None and step % self._every:
             self._unfinished.surface()
-            if not len(self._unfinished) and self._planner.is_behind(state):
-                with self._log.host(LANE, "prepare", exposed=True):
-                    self._stager.prewarm(self._planner.take(state), beside=True)
+            if not len(self._unfinished):
+                self._saver.prepare(state)
             return not_due(step)
         start = time.perf_counter_ns()
         with self._log.host(LANE, "save", exposed=True):
             self._unfinished.make_room(self._in_flight)
-            save = self._begin(step, state, kept_metrics)
+            save = self._saver.begin(self._calls, step, state, kept_metrics)
             self._unfinished.add(save)
             if block:
                 save.committed.settle()
@@ -195,16 +193,9 @@ class Checkpointer:
         """
         self._check_open()
         check_state(state)
-        if only is not None and not (
-            isinstance(only, tuple | list | set) and all(isinstance(key, str) for key in only)
-        ):
-            raise TypeError(f"only={only!r}: give a tuple of keys, such as ('model',)")
+        check_only(only, state)
         if step != "latest":
             check_step(step)
-        if absent := [key for key in only or () if key not in state]:
-            raise ValueError(
-                f"only={only!r}: the state has no {', '.join(map(repr, absent))}, but {list(state)}"
-            )
         self._unfinished.settle()
         self._planner.forget()
         restored = self._restorer.restore(state, step, only, strict)
@@ -268,7 +259,7 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
         self._closed = True
-        self._at_exit()
+        self._stay_open()
         errors, self._unseen = self._unseen, []
         if errors:
             for other in errors[1:]:
@@ -294,11 +285,7 @@ class Checkpointer:
 
     def _open_run(self, reports: list[Report]) -> Report:
         """Rank 0's share of the construction."""
-        try:
-            sweep(self._disk, self._root)
-            self._lock = RunLock(self._root)
-        except OSError as error:
-            raise PermissionError(f"directory={str(self._root)!r} cannot be written to: {error}") from error
+        self._lock = open_run(self._disk, self._root)
         return {"run": self._lock.run}
 
     def _check_open(self) -> None:
@@ -309,56 +296,3 @@ class Checkpointer:
                 "the process group is not the one that this Checkpointer was made in: make it after "
                 "init_process_group(), and a new one after each"
             )
-
-    def _begin(self, step: int, state: dict[str, Any], metrics: dict[str, Any]) -> Save:
-        number = next(self._saves)
-        staging: Staging | None = None
-        claim = threading.Lock()  # whoever takes it decides: the writer carries out, or this call gives up
-        try:
-            share = self._planner.take(state)
-            generators = rng.capture()
-            staging = self._stager.stage(share)
-            job = Job(self._run, number, step, share, staging, generators, metrics)
-            committed = self._writer.submit(lambda: self._carry_out(job, claim))
-            return Save(step, staging.ticket, committed, staging=staging)
-        except BaseException as error:
-            if claim.acquire(blocking=False):
-                if staging is not None:
-                    staging.ticket.settle()  # the copy must not run into a buffer that is lent again
-                    self._stager.release(staging)
-                self._report_failure(number, error)
-            raise
-
-    def _carry_out(self, job: Job, claim: threading.Lock) -> Path | None:
-        if not claim.acquire(blocking=False):
-            return None  # the call of save() was interrupted, and has released everything
-        try:
-            return job.carry_out()
-        finally:
-            self._stager.release(job.staging)
-
-    def _report_failure(self, number: int, error: BaseException) -> None:
-        """This rank's save did not begin; the others must not wait for it."""
-        if self._quorum.world > 1:
-
-            def fail() -> Report:
-                raise error
-
-            ticket = self._writer.submit(lambda: self._quorum.together(f"save/{number}", fail, _nothing))
-            ticket.seen = True  # the caller gets the error from save() itself
-
-
-def _close_at_exit(alive: "weakref.ref[Checkpointer]") -> None:
-    """Finish what was left open, before the lanes' own hook, which has less patience than a slow disk."""
-    checkpointer = alive()
-    if checkpointer is None or checkpointer._pid != os.getpid():
-        return
-    try:
-        checkpointer.close()
-    except Exception as error:
-        print(f"overlapkit: a save to {checkpointer._root} failed at exit:", file=sys.stderr)
-        traceback.print_exception(error)
-
-
-def _nothing(reports: list[Report]) -> Report:
-    return {}

@@ -39,7 +39,7 @@ class Job:
 
     Attributes:
         run: The checkpointer's.
-        number: How many saves this run began before it; the same on every rank.
+        number: Of the call of save() that began it; the same on every rank.
         step: The step.
         share: What this rank writes of the state.
         staging: Its tensors.

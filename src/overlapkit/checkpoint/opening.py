@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint.codec import encode
+from overlapkit.checkpoint.commit import RunLock, sweep
+from overlapkit.checkpoint.disk import Disk
 
 
 def check_options(
@@ -94,6 +96,29 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
         {k: float(v) for k, v in (metrics or {}).items()}, "metrics", lambda n, t: n
     )
     return encoded
+
+
+def check_only(only: object, state: Mapping[str, Any]) -> None:
+    """Raise where `only` names no keys of a state."""
+    if only is None:
+        return
+    if not isinstance(only, tuple | list | set) or not all(isinstance(key, str) for key in only):
+        raise TypeError(f"only={only!r}: give a tuple of keys, such as ('model',)")
+    if absent := [key for key in only if key not in state]:
+        raise ValueError(f"only={only!r}: the state has no {', '.join(map(repr, absent))}, but {list(state)}")
+
+
+def open_run(disk: Disk, root: Path) -> RunLock:
+    """Remove what crashed runs left behind, and begin one. Called by rank 0 only.
+
+    Raises:
+        PermissionError: The directory cannot be written to.
+    """
+    try:
+        sweep(disk, root)
+        return RunLock(root)
+    except OSError as error:
+        raise PermissionError(f"directory={str(root)!r} cannot be written to: {error}") from error
 
 
 def open_directory(root: Path) -> None:
