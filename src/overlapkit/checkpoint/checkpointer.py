@@ -9,20 +9,25 @@ from typing import Any, Literal, Self
 
 from overlapkit.checkpoint.at_exit import close_at_exit
 from overlapkit.checkpoint.commit import RunLock
+from overlapkit.checkpoint.deletion import Deletion
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
-from overlapkit.checkpoint.job import Run, sound_steps
+from overlapkit.checkpoint.finding import sound_checkpoints
+from overlapkit.checkpoint.job import Run
 from overlapkit.checkpoint.layout import check_state
 from overlapkit.checkpoint.opening import (
+    check_best,
     check_metrics,
     check_only,
     check_options,
     check_step,
+    check_which,
     open_directory,
     open_run,
 )
 from overlapkit.checkpoint.planner import Planner
 from overlapkit.checkpoint.restorer import Restorer
+from overlapkit.checkpoint.retention import Policy
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
 from overlapkit.checkpoint.saver import Saver
 from overlapkit.checkpoint.stage import LANE, Stager
@@ -70,9 +75,12 @@ class Checkpointer:
     Args:
         directory: Where the checkpoints are. Made if it does not exist.
         every: Save only at multiples of this step; None saves at every call.
-        keep: How many of the newest checkpoints stay, at least 1; None keeps all.
+        keep: How many of the newest verified checkpoints stay, at least 1; None keeps all. Verified are those
+            that this run wrote, restored whole, or read through: after a restart the old ones stay until that
+            many newer ones are there.
         keep_every: Multiples of this step stay for ever; needs `keep`.
-        best: Not there yet.
+        best: The best by one of the `metrics` stays, too: `best="val_loss"` (or another name with "loss" in
+            it) is the lowest, `best=("val_acc", "max")` the highest. Rank 0's metrics count; NaN never wins.
         in_flight: How many saves may be unfinished; one more waits in `save`.
         stage: "late" or "now" (everything is copied inside `save`).
         timeout: Seconds that ranks wait for each other in a save or a restore.
@@ -92,12 +100,13 @@ class Checkpointer:
         every: int | None = None,
         keep: int | None = None,
         keep_every: int | None = None,
-        best: str | None = None,
+        best: str | tuple[str, Literal["min", "max"]] | None = None,
         in_flight: int = 1,
         stage: Literal["late", "now"] = "late",
         timeout: float = 600.0,
     ) -> None:
-        check_options(directory, every, keep, keep_every, best, in_flight, stage, timeout)
+        check_options(directory, every, keep, keep_every, in_flight, stage, timeout)
+        self._best = check_best(best)
         self._every, self._in_flight = every, in_flight
         self._root = Path(directory)
         self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
@@ -105,13 +114,15 @@ class Checkpointer:
         opened = self._quorum.together("open", self._open, self._open_run)
         self._log = SpanLog()
         self._writer, self._helper = Lane(LANE, kind="thread"), Lane(LANE, kind="thread")
+        policy = Policy(keep, keep_every, self._best) if self._lock is not None else Policy()
+        self._deletion = Deletion(self._disk, self._root, opened["run"], policy)
         self._run = Run(
-            self._root, opened["run"], self._quorum, self._disk, self._log, self._helper, keep, keep_every
+            self._root, opened["run"], self._quorum, self._disk, self._log, self._helper, self._deletion
         )
         self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
         self._unfinished = Unfinished(self._log)
-        self._restorer = Restorer(self._root, self._quorum, self._stager, self._helper)
+        self._restorer = Restorer(self._root, self._best, self._quorum, self._stager, self._helper)
         self._saver = Saver(self._run, self._planner, self._stager, self._writer)
         self._calls = 0
         self._closing = False
@@ -134,7 +145,8 @@ class Checkpointer:
                 is replaced.
             state: Modules, optimizers, objects with state_dict and load_state_dict, tensors and plain
                 values, by name.
-            metrics: Numbers to keep beside it.
+            metrics: Numbers to keep beside it. With `best=`, the one that it names must be among them, or
+                there must be none (it was not evaluated). A save that is not due keeps none.
             block: Return only when it is committed.
 
         Returns:
@@ -142,11 +154,12 @@ class Checkpointer:
 
         Raises:
             TypeError: Something in the state cannot be kept; the message names it. Nothing is saved.
+            ValueError: The metrics lack the one that `best=` names.
             Exception: An earlier save has failed (this one has begun), or, with `block`, this one.
         """
         self._check_open()
         self._calls += 1  # the number of a save: every rank makes the same calls
-        step, kept_metrics = check_step(step), check_metrics(metrics)
+        step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
         check_state(state)
         if self._every is not None and step % self._every:
             self._unfinished.surface()
@@ -167,7 +180,7 @@ class Checkpointer:
     def restore(
         self,
         state: dict[str, Any],
-        step: int | Literal["latest"] = "latest",
+        step: int | Literal["latest", "best"] = "latest",
         *,
         only: tuple[str, ...] | None = None,
         strict: bool = True,
@@ -179,7 +192,8 @@ class Checkpointer:
 
         Args:
             state: What was given to `save`, newly built. Optimizers need not have taken a step.
-            step: Which checkpoint; "latest" falls back to the newest sound one, with a warning.
+            step: Which checkpoint; "latest" falls back to the newest sound one, with a warning, and "best"
+                (see `best=`) to the next best.
             only: The keys to restore, such as ("model",); generators are then left alone.
             strict: Raise where state and checkpoint do not fit; otherwise warn, and restore what does.
 
@@ -187,29 +201,40 @@ class Checkpointer:
             The step restored, 0 where "latest" finds none.
 
         Raises:
-            FileNotFoundError: There is no checkpoint of this step.
-            DamagedCheckpoint: It is damaged; with "latest", all of them are.
+            FileNotFoundError: There is no checkpoint of this step, or none with the metric of `best=`.
+            DamagedCheckpoint: It is damaged; with "latest" or "best", all of them are.
             MismatchError: Missing or unexpected keys, other shapes or dtypes.
         """
         self._check_open()
         check_state(state)
         check_only(only, state)
-        if step != "latest":
-            check_step(step)
+        check_which(step, self._best)
         self._unfinished.settle()
         self._planner.forget()
         restored = self._restorer.restore(state, step, only, strict)
+        if only is None and strict:
+            self._deletion.read_whole(restored)
         if only is None:
             self._stager.prewarm(self._planner.take(state))
         return restored
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending: those with a sound manifest and all files."""
-        return sound_steps(self._root)
+        return list(sound_checkpoints(self._root))
 
     def latest(self) -> int | None:
         """The highest of `steps()`, or None."""
         return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step of the best of `steps()` by the metric of `best=`, or None where none has it.
+
+        Raises:
+            ValueError: This checkpointer was made without `best=`.
+        """
+        check_which("best", self._best)
+        assert self._best is not None
+        return next(iter(self._best.ranked(sound_checkpoints(self._root))), None)
 
     def verify(self, step: int) -> None:
         """Read a whole checkpoint against its checksums.
@@ -219,6 +244,7 @@ class Checkpointer:
             DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
         """
         verify(self._root, check_step(step))
+        self._deletion.read_whole(step)
 
     def wait(self) -> None:
         """Block until all saves are committed.
@@ -253,6 +279,7 @@ class Checkpointer:
         self._unseen += self._unfinished.unseen()
         self._writer.close()
         self._helper.close()
+        self._deletion.close()
         self._planner.forget()
         self._stager.close()
         self._quorum.leave()

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint import rng
-from overlapkit.checkpoint.commit import commit, discard, tidy
+from overlapkit.checkpoint.commit import commit
+from overlapkit.checkpoint.deletion import Deletion
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import CheckpointError, RankFailed
-from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
+from overlapkit.checkpoint.manifest import step_name
 from overlapkit.checkpoint.planner import Share
-from overlapkit.checkpoint.retention import surplus
 from overlapkit.checkpoint.stage import LANE, Staging
 from overlapkit.checkpoint.writer import held, remove_share, write_share
 from overlapkit.lane import Lane
@@ -29,8 +29,7 @@ class Run:
     disk: Disk
     log: SpanLog
     helper: Lane
-    keep: int | None
-    keep_every: int | None
+    deletion: Deletion
 
 
 @dataclass(frozen=True)
@@ -121,24 +120,9 @@ class Job:
         return {}
 
     def _delete_surplus(self, final: Path) -> None:
-        run = self.run
         try:
-            tidy(run.disk, run.root, run.name)
-            if run.keep is None:
-                return
-            for step in surplus(sound_steps(run.root), self.step, run.keep, run.keep_every):
-                discard(run.disk, run.root, run.name, run.root / step_name(step))
+            self.run.deletion.committed(self.step)
         except OSError as error:
             raise CheckpointError(
                 f"{final} is committed, but older ones cannot be deleted: {error}"
             ) from error
-
-
-def sound_steps(root: Path) -> list[int]:
-    """The steps of the committed checkpoints whose manifest is sound and whose files are there, ascending."""
-    steps = []
-    for step, folder in step_folders(root).items():
-        with contextlib.suppress(CheckpointError):
-            read_manifest(folder)
-            steps.append(step)
-    return steps

@@ -11,6 +11,7 @@ from typing import Any
 from overlapkit.checkpoint.codec import encode
 from overlapkit.checkpoint.commit import RunLock, sweep
 from overlapkit.checkpoint.disk import Disk
+from overlapkit.checkpoint.retention import Best
 
 
 def check_options(
@@ -18,7 +19,6 @@ def check_options(
     every: object,
     keep: object,
     keep_every: object,
-    best: object,
     in_flight: object,
     stage: object,
     timeout: object,
@@ -27,8 +27,6 @@ def check_options(
     check_path("directory", directory)
     if every == "auto":
         raise NotImplementedError("every='auto' is not there yet: give a number of steps")
-    if best is not None:
-        raise NotImplementedError(f"best={best!r} is not there yet: use keep= and keep_every=")
     for name, value in (
         ("every", every),
         ("keep", keep),
@@ -52,6 +50,28 @@ def check_options(
         raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0")
 
 
+def check_best(best: object) -> Best | None:
+    """What `best=` says.
+
+    Raises:
+        TypeError: It is neither a name nor a pair.
+        ValueError: It does not say which way is better.
+    """
+    if best is None:
+        return None
+    if isinstance(best, str):
+        if "loss" not in best.lower():
+            raise ValueError(
+                f"best={best!r} does not say which way is better: give ({best!r}, 'max') or ({best!r}, 'min')"
+            )
+        return Best(best, largest=False)
+    if not isinstance(best, tuple | list) or len(best) != 2 or not isinstance(best[0], str):
+        raise TypeError(f"best={best!r}: give a pair such as ('val_acc', 'max'), or the name of a loss")
+    if best[1] not in ("min", "max"):
+        raise ValueError(f"best={best!r}: the second is 'min' or 'max'")
+    return Best(best[0], largest=best[1] == "max")
+
+
 def check_path(argument: str, path: object) -> None:
     """Raise where an argument is no path of this machine."""
     if not isinstance(path, str | os.PathLike):
@@ -73,17 +93,29 @@ def check_step(step: object) -> int:
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"step={step!r}: give a whole number (restore also takes 'latest')") from None
+        raise TypeError(
+            f"step={step!r}: give a whole number (restore also takes 'latest' and 'best')"
+        ) from None
     if number < 0:
         raise ValueError(f"step={step!r}: give 0 or more")
     return number
 
 
-def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
+def check_which(step: object, best: Best | None) -> None:
+    """Raise where a restore cannot know which checkpoint is meant."""
+    if step == "best":
+        if best is None:
+            raise ValueError("which one is best? Give the Checkpointer best=, such as best='val_loss'")
+    elif step != "latest":
+        check_step(step)
+
+
+def check_metrics(metrics: Mapping[str, float] | None, best: Best | None = None) -> dict[str, Any]:
     """Metrics as typed JSON.
 
     Raises:
         TypeError: They are not numbers by name.
+        ValueError: There are some, but not the one by which the best is found.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics={metrics!r}: give numbers by name, such as {{'val_loss': 1.5}}")
@@ -92,6 +124,11 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
             raise TypeError(
                 f"metrics has {name!r}: {value!r}: give numbers by name (a tensor's is its .item())"
             )
+    if best is not None and metrics and best.metric not in metrics:
+        raise ValueError(
+            f"metrics has {list(metrics)}, and not {best.metric!r}, which best= compares: give it, too "
+            "(nan where it is not known), or no metrics at all"
+        )
     encoded: dict[str, Any] = encode(
         {k: float(v) for k, v in (metrics or {}).items()}, "metrics", lambda n, t: n
     )
