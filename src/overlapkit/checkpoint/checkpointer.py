@@ -1,13 +1,13 @@
 """Checkpointer: saves beside the step, and restores whole checkpoints or none."""
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from overlapkit.checkpoint.at_exit import close_at_exit
+from overlapkit.checkpoint.auto import schedule
 from overlapkit.checkpoint.commit import RunLock
 from overlapkit.checkpoint.deletion import Deletion
 from overlapkit.checkpoint.disk import Disk
@@ -74,7 +74,9 @@ class Checkpointer:
 
     Args:
         directory: Where the checkpoints are. Made if it does not exist.
-        every: Save only at multiples of this step; None saves at every call.
+        every: Save only at multiples of this step; None saves at every call. "auto" counts calls of `save`,
+            and saves as often as costs least: see Auto in auto.py. `Save.due` tells whether a call was one.
+        mtbf: With every="auto", the mean time between failures of the whole job, in seconds.
         keep: How many of the newest verified checkpoints stay, at least 1; None keeps all. Verified are those
             that this run wrote, restored whole, or read through: after a restart the old ones stay until that
             many newer ones are there.
@@ -97,7 +99,8 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
-        every: int | None = None,
+        every: int | Literal["auto"] | None = None,
+        mtbf: float | None = None,
         keep: int | None = None,
         keep_every: int | None = None,
         best: str | tuple[str, Literal["min", "max"]] | None = None,
@@ -105,9 +108,9 @@ class Checkpointer:
         stage: Literal["late", "now"] = "late",
         timeout: float = 600.0,
     ) -> None:
-        check_options(directory, every, keep, keep_every, in_flight, stage, timeout)
+        check_options(directory, every, mtbf, keep, keep_every, in_flight, stage, timeout)
         self._best = check_best(best)
-        self._every, self._in_flight = every, in_flight
+        self._every = schedule(every, mtbf, in_flight)
         self._root = Path(directory)
         self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
         self._lock: RunLock | None = None
@@ -117,13 +120,20 @@ class Checkpointer:
         policy = Policy(keep, keep_every, self._best) if self._lock is not None else Policy()
         self._deletion = Deletion(self._disk, self._root, opened["run"], policy)
         self._run = Run(
-            self._root, opened["run"], self._quorum, self._disk, self._log, self._helper, self._deletion
+            self._root,
+            opened["run"],
+            self._quorum,
+            self._disk,
+            self._log,
+            self._helper,
+            self._deletion,
+            self._every,
         )
         self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
         self._unfinished = Unfinished(self._log)
         self._restorer = Restorer(self._root, self._best, self._quorum, self._stager, self._helper)
-        self._saver = Saver(self._run, self._planner, self._stager, self._writer)
+        self._saver = Saver(self._run, self._planner, self._stager, self._writer, self._unfinished, in_flight)
         self._calls = 0
         self._closing = False
         self._closed = False
@@ -161,20 +171,15 @@ class Checkpointer:
         self._calls += 1  # the number of a save: every rank makes the same calls
         step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
         check_state(state)
-        if self._every is not None and step % self._every:
+        if not self._every.enter(self._calls, step):
             self._unfinished.surface()
             if not len(self._unfinished):
                 self._saver.prepare(state)
+            self._every.leave(None, len(self._unfinished) > 0)
             return not_due(step)
-        start = time.perf_counter_ns()
-        with self._log.host(LANE, "save", exposed=True):
-            self._unfinished.make_room(self._in_flight)
-            save = self._saver.begin(self._calls, step, state, kept_metrics)
-            self._unfinished.add(save)
-            if block:
-                save.committed.settle()
-        save._blocked_s = (time.perf_counter_ns() - start) / 1e9
+        save = self._saver.save(self._calls, step, state, kept_metrics, block)
         self._unfinished.surface(None if block else save)
+        self._every.leave(save, len(self._unfinished) > 0)
         return save
 
     def restore(

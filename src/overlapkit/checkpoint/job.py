@@ -1,7 +1,8 @@
 """The part of a save that runs in the background: write, report, commit, delete what is surplus."""
 
 import contextlib
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from overlapkit.checkpoint.commit import commit
 from overlapkit.checkpoint.deletion import Deletion
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import CheckpointError, RankFailed
+from overlapkit.checkpoint.every import Every
 from overlapkit.checkpoint.manifest import step_name
 from overlapkit.checkpoint.planner import Share
 from overlapkit.checkpoint.stage import LANE, Staging
@@ -30,6 +32,7 @@ class Run:
     log: SpanLog
     helper: Lane
     deletion: Deletion
+    every: Every
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Job:
         staging: Its tensors.
         generators: The random generators' states.
         metrics: Typed JSON.
+        about_rank: What this rank says of itself beside its share.
+        began: Of `time.monotonic`.
     """
 
     run: Run
@@ -53,6 +58,8 @@ class Job:
     staging: Staging
     generators: dict[str, Any]
     metrics: dict[str, Any]
+    about_rank: Report
+    began: float = field(default_factory=time.monotonic)
 
     def carry_out(self) -> Path:
         """Write, and commit when every rank has written.
@@ -67,7 +74,7 @@ class Job:
         run = self.run
         temporary = run.root / f".tmp-{run.name}-{self.number}"
         try:
-            run.quorum.together(
+            verdict = run.quorum.together(
                 f"save/{self.number}",
                 lambda: self._write(temporary),
                 lambda reports: self._commit(temporary, reports),
@@ -79,6 +86,7 @@ class Job:
                 elif not getattr(error, "undecided", False):  # rank 0 may be about to commit these files
                     remove_share(run.disk, temporary, run.quorum.rank)  # a late rank makes the folder anew
             raise
+        run.every.follow(verdict)
         final = run.root / step_name(self.step)
         if run.quorum.rank == 0:
             self._delete_surplus(final)
@@ -102,7 +110,8 @@ class Job:
                 about,
                 self.run.helper,
             )
-        return {"step": self.step, "files": files, "plain": self.share.plan.plain_tensors}
+        plain = self.share.plan.plain_tensors
+        return {"step": self.step, "files": files, "plain": plain, **self.about_rank}
 
     def _commit(self, temporary: Path, reports: list[Report]) -> Report:
         for rank, report in enumerate(reports):
@@ -117,7 +126,7 @@ class Job:
         about = {"world": self.run.quorum.world, "metrics": self.metrics}
         with self.run.log.host(LANE, "commit"):
             commit(self.run.disk, temporary, self.step, files, about)
-        return {}
+        return self.run.every.decide(self.number, time.monotonic() - self.began, reports)
 
     def _delete_surplus(self, final: Path) -> None:
         try:

@@ -17,6 +17,7 @@ from overlapkit.checkpoint.retention import Best
 def check_options(
     directory: object,
     every: object,
+    mtbf: object,
     keep: object,
     keep_every: object,
     in_flight: object,
@@ -25,29 +26,36 @@ def check_options(
 ) -> None:
     """Raise where an argument of Checkpointer is wrong, or not there yet."""
     check_path("directory", directory)
-    if every == "auto":
-        raise NotImplementedError("every='auto' is not there yet: give a number of steps")
+    if (every == "auto") != (mtbf is not None):
+        raise ValueError(
+            f"every={every!r}, mtbf={mtbf!r}: 'auto', and nothing else, takes the mean time between failures "
+            "of the job, in seconds"
+        )
+    if mtbf is not None:
+        _check_seconds("mtbf", mtbf)
     for name, value in (
-        ("every", every),
+        ("every", None if every == "auto" else every),
         ("keep", keep),
         ("keep_every", keep_every),
         ("in_flight", in_flight),
     ):
-        optional = name != "in_flight"
-        if value is None and optional:
+        else_ = {"in_flight": "", "every": ", None or 'auto'"}.get(name, ", or None")
+        if value is None and else_:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(
-                f"{name}={value!r}: give a whole number of at least 1{', or None' if optional else ''}"
-            )
+            raise ValueError(f"{name}={value!r}: give a whole number of at least 1{else_}")
     if keep_every is not None and keep is None:
         raise ValueError(
             f"keep_every={keep_every!r} without keep=: nothing is ever deleted then; give keep=, too"
         )
     if stage not in ("late", "now"):
         raise ValueError(f"stage={stage!r}: give 'late' or 'now'")
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0")
+    _check_seconds("timeout", timeout)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r}: give a number of seconds above 0")
 
 
 def check_best(best: object) -> Best | None:
