@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,19 @@ def test_slower_steps_count_as_cost_and_an_evaluation_does_not():
     loop.run(4000, stall_s=0.0, slow_s=0.5)
     assert loop.saved[-1] - loop.saved[-2] == 64
     assert loop.auto._cost == pytest.approx(0.5)
+
+
+def test_a_wait_in_the_optimizers_step_is_counted_once():
+    loop = Loop(mtbf=3600.0)
+    loop.auto._rules = [Rule(0, 2)]
+    for call in range(1, 20):
+        save = None
+        if loop.auto.enter(call, step=0):
+            save = not_due(0)
+            save._staging = SimpleNamespace(stall_s=0.25)
+        loop.auto.leave(save, busy=save is not None)
+        loop.now += 1.0 if save is None else 1.25
+    assert loop.auto._cost == pytest.approx(0.25)
 
 
 def test_half_of_the_time_nothing_is_written():
