@@ -1,6 +1,8 @@
 """Checkpointer: saves beside the step, and restores whole checkpoints or none."""
 
 import os
+import signal
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,12 +22,14 @@ from overlapkit.checkpoint.opening import (
     check_metrics,
     check_only,
     check_options,
+    check_signal,
     check_step,
     check_which,
     open_directory,
     open_run,
 )
 from overlapkit.checkpoint.planner import Planner
+from overlapkit.checkpoint.preemption import Preemption
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.retention import Policy
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
@@ -135,6 +139,7 @@ class Checkpointer:
         self._restorer = Restorer(self._root, self._best, self._quorum, self._stager, self._helper)
         self._saver = Saver(self._run, self._planner, self._stager, self._writer, self._unfinished, in_flight)
         self._calls = 0
+        self._preemption: Preemption | None = None
         self._closing = False
         self._closed = False
         self._unseen: list[BaseException] = []
@@ -171,13 +176,16 @@ class Checkpointer:
         self._calls += 1  # the number of a save: every rank makes the same calls
         step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
         check_state(state)
-        if not self._every.enter(self._calls, step):
+        leaving = self._preemption is not None and self._preemption.is_now(self._calls)
+        if not self._every.enter(self._calls, step) and not leaving:
             self._unfinished.surface()
             if not len(self._unfinished):
                 self._saver.prepare(state)
             self._every.leave(None, len(self._unfinished) > 0)
             return not_due(step)
         save = self._saver.save(self._calls, step, state, kept_metrics, block)
+        if leaving and self._preemption is not None:
+            self._preemption.finish(save, self)
         self._unfinished.surface(None if block else save)
         self._every.leave(save, len(self._unfinished) > 0)
         return save
@@ -251,6 +259,38 @@ class Checkpointer:
         verify(self._root, check_step(step))
         self._deletion.read_whole(step)
 
+    def on_signal(
+        self, signum: int = signal.SIGTERM, *, deadline: float = 25.0, exit_code: int | None = None
+    ) -> None:
+        """Save and exit when a signal comes, to this rank or any other: call it on every rank.
+
+        All ranks save at the end of the same step, due or not: `save` must be called at the end of each. That
+        call commits, closes the checkpointer, and raises SystemExit. docs/preemption.md shows a loop.
+
+        Args:
+            signum: May be called for several. A second signal changes nothing.
+            deadline: Seconds from the signal until the process has ended; torchrun kills after 30. When it
+                passes, the save is abandoned: the process ends with status 75 (os.EX_TEMPFAIL), and says
+                on stderr which rank was late.
+            exit_code: The exit status after a save; None for 128 + signum, as shells have it. torchrun
+                restarts its workers (if it may) after any but 0, unless it has got the signal itself.
+
+        Raises:
+            RuntimeError: This is not the main thread, where Python runs handlers.
+            ValueError: An argument is out of range, or the signal is listened to already.
+        """
+        self._check_open()
+        code = check_signal(signum, deadline, exit_code)
+        if self._preemption is None:
+            self._preemption = Preemption(str(self._root), self._calls)
+            weakref.finalize(self, self._preemption.close).atexit = False
+        self._preemption.listen(signum, deadline, code)
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal of `on_signal` has come to some rank: a long evaluation had better end early."""
+        return self._preemption is not None and self._preemption.asked
+
     def wait(self) -> None:
         """Block until all saves are committed.
 
@@ -280,6 +320,8 @@ class Checkpointer:
         if self._closed:
             return
         self._closing = True
+        if self._preemption is not None:
+            self._preemption.retire()
         self._unfinished.settle()
         self._unseen += self._unfinished.unseen()
         self._writer.close()
@@ -292,6 +334,8 @@ class Checkpointer:
             self._lock.release()
         self._closed = True
         self._stay_open()
+        if self._preemption is not None:
+            self._preemption.close()
         errors, self._unseen = self._unseen, []
         if errors:
             for other in errors[1:]:

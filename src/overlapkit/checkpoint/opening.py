@@ -4,6 +4,8 @@ import numbers
 import operator
 import os
 import re
+import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,27 @@ def check_only(only: object, state: Mapping[str, Any]) -> None:
         raise TypeError(f"only={only!r}: give a tuple of keys, such as ('model',)")
     if absent := [key for key in only if key not in state]:
         raise ValueError(f"only={only!r}: the state has no {', '.join(map(repr, absent))}, but {list(state)}")
+
+
+def check_signal(signum: object, deadline: object, exit_code: object) -> int:
+    """The exit status after a save for a signal.
+
+    Raises:
+        RuntimeError: This is not the main thread.
+        ValueError: An argument is out of range.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("on_signal() belongs into the main thread: Python runs signal handlers only there")
+    if not isinstance(signum, int) or signum not in signal.valid_signals():
+        raise ValueError(f"signum={signum!r}: give a signal, such as signal.SIGTERM")
+    _check_seconds("deadline", deadline)
+    if exit_code is None:
+        return 128 + signum
+    if not isinstance(exit_code, int) or not 0 <= exit_code < 256 or exit_code == os.EX_TEMPFAIL:
+        raise ValueError(
+            f"exit_code={exit_code!r}: give 0 to 255, but not {os.EX_TEMPFAIL}, which means not saved"
+        )
+    return exit_code
 
 
 def open_run(disk: Disk, root: Path) -> RunLock:

@@ -1,0 +1,240 @@
+"""Preemption: a signal to any rank makes all ranks save at the end of one step, and exit.
+
+The ranks agree through the job's store, in a thread of each. The training thread learns of it in `save()`.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from overlapkit.checkpoint.errors import RankFailed
+from overlapkit.checkpoint.save import Save
+from overlapkit.quorum import Quorum
+
+ABANDONED = os.EX_TEMPFAIL
+"""Exit status (75) where the deadline came before the checkpoint was there."""
+
+_TICK_S = 0.1
+_LAST_WORDS_S = 0.3
+_ASKED_A_SECOND = 2000  # how often the store is asked for a signal, by all ranks together
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+@dataclass(frozen=True)
+class _Terms:
+    deadline: float
+    exit_code: int
+    previous: _Handler
+
+
+class Preemption:
+    """Waits for a signal to any rank, and for the call of `save` that all ranks then agree on.
+
+    Invariants:
+        * The handler sets one attribute. It can come at any instruction of the training thread.
+        * A rank is marked as asked before it says which call of `save` is its next: whatever its training
+          thread does, it is held in that call or sooner, until all ranks have spoken. They agree on the
+          highest of these calls, so none has passed it, and none waits for a step that needs a held rank.
+        * From the signal to the end of `finish` the deadline holds: the thread ends the process at it.
+
+    Args:
+        name: The checkpointer's directory: the same on every rank.
+        call: How many calls of `save` there were.
+    """
+
+    def __init__(self, name: str, call: int) -> None:
+        self.asked = False
+        self._quorum = Quorum(f"checkpoint/{name}/preemption", failure=RankFailed)
+        self._name = name
+        self._pid = os.getpid()
+        self._terms: dict[int, _Terms] = {}
+        self._signal: int | None = None
+        self._chosen: _Terms | None = None
+        self._call = call
+        self._agreed: int | None = None
+        self._known = threading.Event()
+        self._over = threading.Event()
+        self._reached = self._saved = self._closed = False
+        self._thread = threading.Thread(target=self._watch, name="overlapkit-preemption", daemon=True)
+
+    def listen(self, signum: int, deadline: float, exit_code: int) -> None:
+        """Take over a signal. Called in the main thread."""
+        if signum in self._terms:
+            raise ValueError(f"signum={_name_of(signum)}: it is listened to already")
+        previous = signal.getsignal(signum)
+        if previous is None:
+            raise RuntimeError(f"{_name_of(signum)} has a handler that is not Python's, and cannot be had")
+        self._terms[signum] = _Terms(deadline, exit_code, previous)
+        try:
+            signal.signal(signum, self._on_signal)
+        except OSError as error:
+            del self._terms[signum]
+            raise ValueError(f"signum={_name_of(signum)}: no process can handle it ({error})") from None
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def is_now(self, call: int) -> bool:
+        """Whether this call of `save` is the one agreed on. Waits only where that is being agreed."""
+        self._call = call
+        if not self.asked:
+            return False
+        self._known.wait()
+        assert self._agreed is not None
+        self._reached = call >= self._agreed
+        return self._reached
+
+    def finish(self, save: Save, checkpointer: AbstractContextManager[Any]) -> NoReturn:
+        """Wait for the agreed save, close, exit.
+
+        Raises:
+            SystemExit: It is committed; an error of an earlier save is printed only.
+            Exception: Whatever made it fail.
+        """
+        assert self._chosen is not None
+        try:
+            with checkpointer:
+                save.wait()
+                self._saved = True
+        except Exception:
+            if not self._saved:
+                raise
+            traceback.print_exc()
+        raise SystemExit(self._chosen.exit_code)
+
+    def retire(self) -> None:
+        """The checkpointer is being closed: no save can be agreed on any more."""
+        if not self._reached:
+            self._over.set()
+
+    def close(self) -> None:
+        """Give the signals back. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._over.set()
+        for signum, terms in self._terms.items():
+            ours = signal.getsignal(signum) == self._on_signal
+            if ours and threading.current_thread() is threading.main_thread():
+                signal.signal(signum, terms.previous)
+        if self._thread.ident is not None:
+            self._thread.join(1.0)  # longer only where it waits for a dead rank
+        if self._signal is not None and not self._reached:
+            warnings.warn(
+                f"{_name_of(self._signal)} came, and no call of save() after it: nothing was saved for it",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """The handler. A second signal changes nothing: launchers and schedulers often both send one."""
+        mine = os.getpid() == self._pid and not self._closed
+        if mine and self._signal is None:
+            self._signal = signum
+        previous = self._terms[signum].previous
+        if callable(previous):
+            if not mine or previous is not signal.default_int_handler:  # KeyboardInterrupt would end the step
+                previous(signum, frame)
+        elif not mine and previous == signal.SIG_DFL:  # in a forked child, or closed in another thread
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+
+    def _watch(self) -> None:
+        why: Exception | None = None
+        try:
+            signum = self._await_signal()
+            if signum is None:
+                return
+            self._chosen = self._terms.get(signum) or next(iter(self._terms.values()))
+            until = time.monotonic() + self._chosen.deadline
+            self.asked = True  # before the call is read: see the class
+            self._quorum.timeout = self._chosen.deadline
+            report = {"call": self._call + 1}
+            verdict = self._quorum.settle(
+                "call", report, lambda reports: {"call": max(report["call"] for report in reports)}
+            )
+            self._agreed = verdict["call"]
+            self._known.set()
+            if not self._over.wait(until - time.monotonic() - _LAST_WORDS_S):
+                self._say_where()
+                self._over.wait(until - time.monotonic())
+        except Exception as error:
+            why = error
+        if not self._over.is_set():
+            self._abandon(why)
+
+    def _await_signal(self) -> int | None:
+        """The signal that came to this rank or another one; None where the checkpointer was closed."""
+        store, world = self._quorum.store, self._quorum.world
+        asked = time.monotonic()
+        while not self._over.wait(_TICK_S):
+            if self._signal is not None:
+                if store is not None:
+                    store.set(f"{self._quorum.name}/signal", str(self._signal))
+                return self._signal
+            if store is None or time.monotonic() - asked < world / _ASKED_A_SECOND:
+                continue
+            asked = time.monotonic()
+            try:
+                if store.check([f"{self._quorum.name}/signal"]):
+                    return int(store.get(f"{self._quorum.name}/signal"))
+            except RuntimeError:
+                store = None  # whoever served it is gone: the job is at its end
+        return None
+
+    def _say_where(self) -> None:
+        """The deadline is near: rank 0 must know which rank it is that is late."""
+        if self._quorum.rank != 0:
+            self._quorum.store.set(f"{self._quorum.name}/at/{self._quorum.rank}", str(self._call))
+
+    def _abandon(self, why: Exception | None) -> None:
+        """End the process. Nothing half is left: a checkpoint exists once it has its name."""
+        assert self._chosen is not None
+        code = self._chosen.exit_code if self._saved else ABANDONED
+        what = "it is saved, but closing takes too long" if self._saved else str(why or self._late())
+        text = (
+            f"overlapkit: {self._name}, rank {self._quorum.rank}: a signal came, and after "
+            f"{self._chosen.deadline:g} s {what}. Earlier checkpoints are as they were. Exit status {code}.\n"
+        )
+        os.write(2, text.encode())
+        flush = threading.Thread(target=_flush, daemon=True)  # which blocks where the other thread prints
+        flush.start()
+        flush.join(1.0)
+        os._exit(code)
+
+    def _late(self) -> str:
+        """Who has come least far, on rank 0; of others, how far they are themselves."""
+        calls = {self._quorum.rank: self._call}
+        if self._quorum.rank == 0:
+            for rank in range(1, self._quorum.world):
+                key = f"{self._quorum.name}/at/{rank}"
+                calls[rank] = int(self._quorum.store.get(key)) if self._quorum.store.check([key]) else -1
+        least = min(calls.values())
+        if self._agreed is None or least >= self._agreed:
+            return "the save is not finished"
+        who = ", ".join(str(rank) for rank, call in calls.items() if call == least)
+        if least < 0:
+            return f"rank(s) {who} answer no more"
+        return (
+            f"rank(s) {who} had begun {least} calls of save(), where call {self._agreed} was to be the last"
+        )
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _name_of(signum: int) -> str:
+    return signal.Signals(signum).name
