@@ -17,6 +17,7 @@ import torch.distributed as dist
 from overlapkit.checkpoint import Checkpointer, RankFailed
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.preemption import ABANDONED
+from overlapkit.quorum import Quorum
 from tests.checkpoint.faults import Faulty, in_child, kill
 from tests.ranks import run_ranks
 
@@ -129,6 +130,70 @@ def test_a_signal_while_one_rank_evaluates(tmp_path):
     assert ends[0] == ends[1]
     assert ends[0] == (143, 6)
     assert saved(tmp_path) == [6]
+
+
+def test_a_signal_to_a_rank_that_waits_in_a_collective_is_heard_at_once(tmp_path):
+    def run(rank):
+        with Checkpointer(tmp_path, every=1000) as checkpointer:
+            checkpointer.on_signal()
+            pids = [None, None]
+            dist.all_gather_object(pids, os.getpid())
+            if rank == 0:
+                time.sleep(0.3)
+                os.kill(pids[1], signal.SIGTERM)
+                until = time.monotonic() + 10
+                while not checkpointer.signalled and time.monotonic() < until:  # an evaluation
+                    time.sleep(0.01)
+                assert checkpointer.signalled
+            dist.all_reduce(torch.ones(1))  # where rank 1 is, all that time: no handler runs there
+            with pytest.raises(SystemExit):
+                checkpointer.save(1, state(1))
+
+    run_ranks(2, run)
+    assert saved(tmp_path) == [1]
+
+
+def test_ranks_are_held_while_the_agreement_takes_its_time(tmp_path, monkeypatch):
+    settle = Quorum.settle
+
+    def slow(self, key, report, judge):
+        if key == "call":
+            time.sleep(0.5)  # after this rank's call was read
+        return settle(self, key, report, judge)
+
+    monkeypatch.setattr(Quorum, "settle", slow)
+
+    def run(rank):
+        return train(
+            tmp_path, lambda step: step == 5 and rank == 0 and terminate(), every=1000, collective=False
+        )
+
+    ends = run_ranks(2, run)
+    assert ends[0] == ends[1]
+    assert ends[0][1] < 20  # not half a second's worth of steps
+    assert saved(tmp_path) == [ends[0][1]]
+
+
+def test_one_process_that_does_not_come_back(tmp_path):
+    def run():
+        train(tmp_path, lambda step: step == 5 and (terminate(), time.sleep(20)), deadline=0.5, every=3)
+
+    assert in_child(run) == ABANDONED
+    assert saved(tmp_path) == [3]
+
+
+def test_an_event_loops_pipe_for_signals_stays_its_own(tmp_path):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    try:
+        code, step = train(tmp_path, lambda step: step == 3 and terminate(), every=1000)
+        assert (code, saved(tmp_path)) == (143, [step])
+        assert os.read(reader, 9) == bytes([signal.SIGTERM])
+    finally:
+        assert signal.set_wakeup_fd(-1) == writer
+        os.close(reader)
+        os.close(writer)
 
 
 def test_an_evaluation_can_end_early(tmp_path):
@@ -425,3 +490,16 @@ def test_torchrun(tmp_path, to):
     assert len(steps) == 1, error
     if to == "one worker":
         assert "exitcode  : 143" in error
+
+
+def test_no_descriptor_or_thread_is_left(tmp_path):
+    def open_now():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    counts = []
+    for _ in range(4):
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.on_signal()
+            checkpointer.save(1, state())
+        counts.append(open_now())
+    assert counts[1] == counts[-1]

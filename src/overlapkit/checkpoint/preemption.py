@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.save import Save
+from overlapkit.checkpoint.wakeup import Wakeup
 from overlapkit.quorum import Quorum
 
 ABANDONED = os.EX_TEMPFAIL
@@ -42,7 +43,8 @@ class Preemption:
     """Waits for a signal to any rank, and for the call of `save` that all ranks then agree on.
 
     Invariants:
-        * The handler sets one attribute. It can come at any instruction of the training thread.
+        * The handler sets one attribute. It can come at any instruction of the training thread; while that
+          is in C code (a collective), it does not come, and the thread hears of the signal all the same.
         * A rank is marked as asked before it says which call of `save` is its next: whatever its training
           thread does, it is held in that call or sooner, until all ranks have spoken. They agree on the
           highest of these calls, so none has passed it, and none waits for a step that needs a held rank.
@@ -63,6 +65,7 @@ class Preemption:
         self._chosen: _Terms | None = None
         self._call = call
         self._agreed: int | None = None
+        self._wakeup: Wakeup | None = None
         self._known = threading.Event()
         self._over = threading.Event()
         self._reached = self._saved = self._closed = False
@@ -82,6 +85,7 @@ class Preemption:
             del self._terms[signum]
             raise ValueError(f"signum={_name_of(signum)}: no process can handle it ({error})") from None
         if self._thread.ident is None:
+            self._wakeup = Wakeup()
             self._thread.start()
 
     def is_now(self, call: int) -> bool:
@@ -116,25 +120,36 @@ class Preemption:
         """The checkpointer is being closed: no save can be agreed on any more."""
         if not self._reached:
             self._over.set()
+            if self._wakeup is not None:
+                self._wakeup.wake()
 
     def close(self) -> None:
         """Give the signals back. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
+        self.retire()
         self._over.set()
-        for signum, terms in self._terms.items():
-            ours = signal.getsignal(signum) == self._on_signal
-            if ours and threading.current_thread() is threading.main_thread():
-                signal.signal(signum, terms.previous)
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main:
+            self._give_back()
         if self._thread.ident is not None:
             self._thread.join(1.0)  # longer only where it waits for a dead rank
+        if in_main and self._wakeup is not None and not self._thread.is_alive():
+            self._wakeup.close()
         if self._signal is not None and not self._reached:
             warnings.warn(
                 f"{_name_of(self._signal)} came, and no call of save() after it: nothing was saved for it",
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _give_back(self) -> None:
+        for signum, terms in self._terms.items():
+            if signal.getsignal(signum) == self._on_signal:
+                signal.signal(signum, terms.previous)
+        if self._wakeup is not None:
+            self._wakeup.detach()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         """The handler. A second signal changes nothing: launchers and schedulers often both send one."""
@@ -175,14 +190,18 @@ class Preemption:
 
     def _await_signal(self) -> int | None:
         """The signal that came to this rank or another one; None where the checkpointer was closed."""
-        store, world = self._quorum.store, self._quorum.world
-        asked = time.monotonic()
-        while not self._over.wait(_TICK_S):
+        store, asked = self._quorum.store, time.monotonic()
+        pause = max(_TICK_S / 2, self._quorum.world / _ASKED_A_SECOND)
+        assert self._wakeup is not None
+        while not self._over.is_set():
+            come = [signum for signum in self._wakeup.wait(_TICK_S) if signum in self._terms]
+            if come and self._signal is None:
+                self._signal = come[0]
             if self._signal is not None:
                 if store is not None:
                     store.set(f"{self._quorum.name}/signal", str(self._signal))
                 return self._signal
-            if store is None or time.monotonic() - asked < world / _ASKED_A_SECOND:
+            if store is None or time.monotonic() - asked < pause:
                 continue
             asked = time.monotonic()
             try:
