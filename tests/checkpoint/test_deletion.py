@@ -64,6 +64,23 @@ def test_what_was_restored_whole_or_verified_counts_at_once(tmp_path):
         assert checkpointer.steps() == [3, 4, 5]
 
 
+def test_at_another_world_size_a_restore_has_not_read_everything(tmp_path):
+    """Each rank's own tensors: rank 1's are in nobody's way, and nobody looks at them."""
+
+    def save(rank):
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, state(), block=True)
+
+    def restore(rank):
+        with Checkpointer(tmp_path, keep=3) as checkpointer:
+            checkpointer.restore(state())
+            return sorted(checkpointer._deletion._verified)
+
+    run_ranks(2, save)
+    assert run_ranks(2, restore) == [[1], [1]]
+    assert run_ranks(1, restore) == [[]]
+
+
 def test_the_last_sound_one_is_not_deleted_for_damaged_ones(tmp_path):
     life(tmp_path, [1, 2, 3])
     damage(tmp_path / "step-2")

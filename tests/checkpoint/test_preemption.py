@@ -460,7 +460,7 @@ from overlapkit.checkpoint import Checkpointer
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 with Checkpointer(sys.argv[1], every=1000) as checkpointer:
-    checkpointer.on_signal(signal.SIGTERM, deadline=20)
+    checkpointer.on_signal(signal.SIGTERM, deadline=20, exit_code=int(sys.argv[2]))
     open(f"{sys.argv[1]}/began-{rank}", "a").write(f"{os.getpid()} ")
     for step in range(1, 2000):
         time.sleep(0.02)
@@ -469,13 +469,16 @@ with Checkpointer(sys.argv[1], every=1000) as checkpointer:
 """
 
 
-@pytest.mark.parametrize("to", ["torchrun", "one worker"])
-def test_torchrun(tmp_path, to):
-    """torchrun's own signal is passed on to all, and it restarts nobody; a worker's own ends all workers."""
+@pytest.mark.parametrize(("to", "exit_code"), [("torchrun", 143), ("one worker", 143), ("one worker", 0)])
+def test_torchrun(tmp_path, to, exit_code):
+    """torchrun's own signal is passed on to all, and it restarts nobody; a worker's own ends all workers.
+
+    With any status but 0 it would start them again, where it may.
+    """
     (tmp_path / "train.py").write_text(SCRIPT)
-    restarts = 1 if to == "torchrun" else 0
+    restarts = 0 if to == "one worker" and exit_code else 1
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [f"--max-restarts={restarts}", str(tmp_path / "train.py"), str(tmp_path)]
+    command += [f"--max-restarts={restarts}", str(tmp_path / "train.py"), str(tmp_path), str(exit_code)]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     began = [tmp_path / f"began-{rank}" for rank in range(2)]
     deadline = time.monotonic() + 60
@@ -484,11 +487,11 @@ def test_torchrun(tmp_path, to):
     time.sleep(0.5)
     os.kill(run.pid if to == "torchrun" else int(began[1].read_text()), signal.SIGTERM)
     error = run.communicate(timeout=60)[1]
-    assert run.returncode != 0, error
+    assert (run.returncode == 0) == (exit_code == 0), error
     assert [len(path.read_text().split()) for path in began] == [1, 1]  # nobody was started again
     steps = saved(tmp_path)
     assert len(steps) == 1, error
-    if to == "one worker":
+    if to == "one worker" and exit_code:
         assert "exitcode  : 143" in error
 
 

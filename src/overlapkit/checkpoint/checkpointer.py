@@ -1,8 +1,6 @@
 """Checkpointer: saves beside the step, and restores whole checkpoints or none."""
 
 import os
-import signal
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +12,6 @@ from overlapkit.checkpoint.commit import RunLock
 from overlapkit.checkpoint.deletion import Deletion
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
-from overlapkit.checkpoint.finding import sound_checkpoints
 from overlapkit.checkpoint.job import Run
 from overlapkit.checkpoint.layout import check_state
 from overlapkit.checkpoint.opening import (
@@ -22,27 +19,26 @@ from overlapkit.checkpoint.opening import (
     check_metrics,
     check_only,
     check_options,
-    check_signal,
     check_step,
     check_which,
     open_directory,
     open_run,
 )
 from overlapkit.checkpoint.planner import Planner
-from overlapkit.checkpoint.preemption import Preemption
+from overlapkit.checkpoint.preemptible import Preemptible
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.retention import Policy
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
 from overlapkit.checkpoint.saver import Saver
+from overlapkit.checkpoint.shelf import Shelf
 from overlapkit.checkpoint.stage import LANE, Stager
-from overlapkit.checkpoint.verification import verify
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
 from overlapkit.quorum import Quorum, Report
 from overlapkit.span import Span, SpanLog
 
 
-class Checkpointer:
+class Checkpointer(Shelf, Preemptible):
     """Saves a training state beside the step, and restores it bit for bit.
 
     A checkpoint is a folder `step-N` that appears by one rename, after all its bytes are on disk: a crash at
@@ -122,16 +118,10 @@ class Checkpointer:
         self._log = SpanLog()
         self._writer, self._helper = Lane(LANE, kind="thread"), Lane(LANE, kind="thread")
         policy = Policy(keep, keep_every, self._best) if self._lock is not None else Policy()
-        self._deletion = Deletion(self._disk, self._root, opened["run"], policy)
+        root, name = self._root, opened["run"]
+        self._deletion = Deletion(self._disk, root, name, policy)
         self._run = Run(
-            self._root,
-            opened["run"],
-            self._quorum,
-            self._disk,
-            self._log,
-            self._helper,
-            self._deletion,
-            self._every,
+            root, name, self._quorum, self._disk, self._log, self._helper, self._deletion, self._every
         )
         self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
@@ -139,9 +129,7 @@ class Checkpointer:
         self._restorer = Restorer(self._root, self._best, self._quorum, self._stager, self._helper)
         self._saver = Saver(self._run, self._planner, self._stager, self._writer, self._unfinished, in_flight)
         self._calls = 0
-        self._preemption: Preemption | None = None
-        self._closing = False
-        self._closed = False
+        self._closing = self._closed = False
         self._unseen: list[BaseException] = []
         self._stay_open = close_at_exit(self, self._root)
 
@@ -225,71 +213,11 @@ class Checkpointer:
         self._unfinished.settle()
         self._planner.forget()
         restored = self._restorer.restore(state, step, only, strict)
-        if only is None and strict:
+        if self._restorer.read_all:
             self._deletion.read_whole(restored)
         if only is None:
             self._stager.prewarm(self._planner.take(state))
         return restored
-
-    def steps(self) -> list[int]:
-        """The steps of all committed checkpoints, ascending: those with a sound manifest and all files."""
-        return list(sound_checkpoints(self._root))
-
-    def latest(self) -> int | None:
-        """The highest of `steps()`, or None."""
-        return max(self.steps(), default=None)
-
-    def best(self) -> int | None:
-        """The step of the best of `steps()` by the metric of `best=`, or None where none has it.
-
-        Raises:
-            ValueError: This checkpointer was made without `best=`.
-        """
-        check_which("best", self._best)
-        assert self._best is not None
-        return next(iter(self._best.ranked(sound_checkpoints(self._root))), None)
-
-    def verify(self, step: int) -> None:
-        """Read a whole checkpoint against its checksums.
-
-        Raises:
-            FileNotFoundError: There is none of this step.
-            DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
-        """
-        verify(self._root, check_step(step))
-        self._deletion.read_whole(step)
-
-    def on_signal(
-        self, signum: int = signal.SIGTERM, *, deadline: float = 25.0, exit_code: int | None = None
-    ) -> None:
-        """Save and exit when a signal comes, to this rank or any other: call it on every rank.
-
-        All ranks save at the end of the same step, due or not: `save` must be called at the end of each. That
-        call commits, closes the checkpointer, and raises SystemExit. docs/preemption.md shows a loop.
-
-        Args:
-            signum: May be called for several. A second signal changes nothing.
-            deadline: Seconds from the signal until the process has ended; torchrun kills after 30. When it
-                passes, the save is abandoned: the process ends with status 75 (os.EX_TEMPFAIL), and says
-                on stderr which rank was late.
-            exit_code: The exit status after a save; None for 128 + signum, as shells have it. torchrun
-                restarts its workers (if it may) after any but 0, unless it has got the signal itself.
-
-        Raises:
-            RuntimeError: This is not the main thread, where Python runs handlers.
-            ValueError: An argument is out of range, or the signal is listened to already.
-        """
-        self._check_open()
-        code = check_signal(signum, deadline, exit_code)
-        if self._preemption is None:
-            self._preemption = Preemption(str(self._root), self._calls)
-            weakref.finalize(self, self._preemption.close).atexit = False
-        self._preemption.listen(signum, deadline, code)
-
-    @property
-    def signalled(self) -> bool:
-        """Whether a signal of `on_signal` has come to some rank: a long evaluation had better end early."""
-        return self._preemption is not None and self._preemption.asked
 
     def wait(self) -> None:
         """Block until all saves are committed.

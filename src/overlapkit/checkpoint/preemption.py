@@ -256,4 +256,4 @@ def _flush() -> None:
 
 
 def _name_of(signum: int) -> str:
-    return signal.Signals(signum).name
+    return next((known.name for known in signal.Signals if known == signum), str(signum))

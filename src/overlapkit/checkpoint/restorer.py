@@ -26,7 +26,12 @@ class Restorer:
     Invariants:
         * All ranks restore the same checkpoint, or none.
         * A state is changed only after everything that it takes has been read and checked, on all ranks.
+
+    Attributes:
+        read_all: The last restore has read all that was in its checkpoint.
     """
+
+    read_all = False
 
     def __init__(self, root: Path, best: Best | None, quorum: Quorum, stager: Stager, helper: Lane) -> None:
         self._root = root
@@ -44,6 +49,7 @@ class Restorer:
         strict: bool,
     ) -> int:
         """See `Checkpointer.restore`. No save may be in flight."""
+        self.read_all = False
         name = f"restore/{next(self._calls)}"
         steps = self._quorum.together(name, dict, lambda _: {"steps": self.candidates(step)})["steps"]
         damage: list[str] = []
@@ -97,7 +103,9 @@ class Restorer:
         try:
             damaged = str(self._quorum.together(key, work, _all_damage)["damaged"])
             if not damaged:
-                _apply(*done[0], rng_too=only is None)
+                plan, values, catalog = done[0]
+                _apply(plan, values, catalog, rng_too=only is None)
+                self.read_all = only is None and strict and catalog.world == self._quorum.world
             return damaged
         finally:
             done.clear()
