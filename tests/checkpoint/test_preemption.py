@@ -232,7 +232,7 @@ def test_a_signal_during_a_save_in_flight(tmp_path, monkeypatch):
     assert saved(tmp_path)[-1] == step
 
 
-def abandons(directory, stuck, deadline=1.0, disk=None, every=3):
+def abandons(directory, stuck, deadline=1.0, disk=None, every=3, how=lambda: time.sleep(30)):
     """What the other ranks' processes end with, and what they say, where one is stuck."""
 
     def run(rank):
@@ -244,9 +244,10 @@ def abandons(directory, stuck, deadline=1.0, disk=None, every=3):
 
         def at_step(step):
             if step == 5 and rank == 0:
+                time.sleep(0.1)
                 terminate()
             if step == 5 and rank == stuck:
-                time.sleep(30)
+                how()
 
         train(directory / "run", at_step, deadline=deadline, every=every, collective=False)
 
@@ -264,7 +265,9 @@ def abandons(directory, stuck, deadline=1.0, disk=None, every=3):
         for process in processes:
             process.start()
     for process in processes:
-        process.join(40)
+        process.join(10)
+        process.kill()  # the one that is stopped
+        process.join()
         ends.append(process.exitcode)
     return ends, [(directory / f"stderr-{rank}").read_text() for rank in range(2)]
 
@@ -272,11 +275,20 @@ def abandons(directory, stuck, deadline=1.0, disk=None, every=3):
 def test_a_stuck_rank_is_named_and_nothing_is_half(tmp_path):
     ends, said = abandons(tmp_path, stuck=1)
     assert ends == [ABANDONED, ABANDONED]
-    assert "rank 0: a signal came, and after 1 s rank(s) 1 had begun 5 calls of save(), where call" in said[0]
-    assert "rank 1: a signal came, and after 1 s rank(s) 1 had begun 5 calls" in said[1]
+    assert (
+        "rank 0: a signal came, with 1 s for it: rank(s) 1 had begun 5 calls of save(), where call" in said[0]
+    )
+    assert "rank 1: a signal came, with 1 s for it: rank(s) 1 had begun 5 calls" in said[1]
     assert all(text.endswith(f"Exit status {ABANDONED}.\n") for text in said)
     assert saved(tmp_path / "run") == [3]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-3"]
+
+
+def test_a_rank_whose_process_is_stopped_is_named(tmp_path):
+    ends, said = abandons(tmp_path, stuck=1, how=lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    assert ends == [ABANDONED, -signal.SIGKILL]
+    assert "rank(s) 1 did not report" in said[0]
+    assert saved(tmp_path / "run") == [3]
 
 
 def test_a_disk_that_is_too_slow(tmp_path):

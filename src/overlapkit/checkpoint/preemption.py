@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.save import Save
 from overlapkit.checkpoint.wakeup import Wakeup
-from overlapkit.quorum import Quorum
+from overlapkit.quorum import Quorum, Report
 
 ABANDONED = os.EX_TEMPFAIL
 """Exit status (75) where the deadline came before the checkpoint was there."""
@@ -66,6 +66,7 @@ class Preemption:
         self._call = call
         self._agreed: int | None = None
         self._wakeup: Wakeup | None = None
+        self._why: Exception | None = None
         self._known = threading.Event()
         self._over = threading.Event()
         self._reached = self._saved = self._closed = False
@@ -165,28 +166,35 @@ class Preemption:
             signal.raise_signal(signum)
 
     def _watch(self) -> None:
-        why: Exception | None = None
+        """The thread that keeps the deadline: from the signal on it asks for nothing that may be stuck."""
+        signum = self._await_signal()
+        if signum is None:
+            return
+        self._chosen = self._terms.get(signum) or next(iter(self._terms.values()))
+        threading.Thread(target=self._agree, name="overlapkit-preemption-agree", daemon=True).start()
+        if not self._over.wait(self._chosen.deadline) or self._why is not None:
+            self._abandon()
+
+    def _agree(self) -> None:
+        assert self._chosen is not None
+        until = time.monotonic() + self._chosen.deadline
+        self.asked = True  # before the call is read: see the class
+        report = {"call": self._call + 1}
         try:
-            signum = self._await_signal()
-            if signum is None:
-                return
-            self._chosen = self._terms.get(signum) or next(iter(self._terms.values()))
-            until = time.monotonic() + self._chosen.deadline
-            self.asked = True  # before the call is read: see the class
-            self._quorum.timeout = self._chosen.deadline
-            report = {"call": self._call + 1}
-            verdict = self._quorum.settle(
-                "call", report, lambda reports: {"call": max(report["call"] for report in reports)}
-            )
-            self._agreed = verdict["call"]
-            self._known.set()
-            if not self._over.wait(until - time.monotonic() - _LAST_WORDS_S):
-                self._say_where()
-                self._over.wait(until - time.monotonic())
+            if self._signal is not None and self._quorum.store is not None:
+                self._quorum.store.set(f"{self._quorum.name}/signal", str(self._signal))
+            self._quorum.timeout = 0.9 * self._chosen.deadline  # so that there is time to say who is missing
+            verdict = self._quorum.settle("call", report, _highest)
         except Exception as error:
-            why = error
-        if not self._over.is_set():
-            self._abandon(why)
+            if not self._over.is_set():
+                self._why = error
+                self._over.set()
+            return
+        self._agreed = verdict["call"]
+        self._known.set()
+        if not self._over.wait(until - time.monotonic() - _LAST_WORDS_S) and self._quorum.rank != 0:
+            with contextlib.suppress(RuntimeError):  # rank 0 would like to know which rank it is that is late
+                self._quorum.store.set(f"{self._quorum.name}/at/{self._quorum.rank}", str(self._call))
 
     def _await_signal(self) -> int | None:
         """The signal that came to this rank or another one; None where the checkpointer was closed."""
@@ -198,8 +206,6 @@ class Preemption:
             if come and self._signal is None:
                 self._signal = come[0]
             if self._signal is not None:
-                if store is not None:
-                    store.set(f"{self._quorum.name}/signal", str(self._signal))
                 return self._signal
             if store is None or time.monotonic() - asked < pause:
                 continue
@@ -211,35 +217,38 @@ class Preemption:
                 store = None  # whoever served it is gone: the job is at its end
         return None
 
-    def _say_where(self) -> None:
-        """The deadline is near: rank 0 must know which rank it is that is late."""
-        if self._quorum.rank != 0:
-            self._quorum.store.set(f"{self._quorum.name}/at/{self._quorum.rank}", str(self._call))
-
-    def _abandon(self, why: Exception | None) -> None:
+    def _abandon(self) -> NoReturn:
         """End the process. Nothing half is left: a checkpoint exists once it has its name."""
         assert self._chosen is not None
         code = self._chosen.exit_code if self._saved else ABANDONED
-        what = "it is saved, but closing takes too long" if self._saved else str(why or self._late())
+        last_words = threading.Thread(target=self._tell, args=(code,), daemon=True)
+        last_words.start()
+        last_words.join(1.0)  # the store may not answer, and stdout be locked by a thread that is stuck
+        os._exit(code)
+
+    def _tell(self, code: int) -> None:
+        assert self._chosen is not None
+        what = "it is saved, but closing takes too long" if self._saved else str(self._why or self._late())
         text = (
-            f"overlapkit: {self._name}, rank {self._quorum.rank}: a signal came, and after "
-            f"{self._chosen.deadline:g} s {what}. Earlier checkpoints are as they were. Exit status {code}.\n"
+            f"overlapkit: {self._name}, rank {self._quorum.rank}: a signal came, with {self._chosen.deadline:g} s "
+            f"for it: {what}. Earlier checkpoints are as they were. Exit status {code}.\n"
         )
         os.write(2, text.encode())
-        flush = threading.Thread(target=_flush, daemon=True)  # which blocks where the other thread prints
-        flush.start()
-        flush.join(1.0)
-        os._exit(code)
+        sys.stdout.flush()
 
     def _late(self) -> str:
         """Who has come least far, on rank 0; of others, how far they are themselves."""
         calls = {self._quorum.rank: self._call}
-        if self._quorum.rank == 0:
-            for rank in range(1, self._quorum.world):
+        try:
+            for rank in range(1, self._quorum.world) if self._quorum.rank == 0 else ():
                 key = f"{self._quorum.name}/at/{rank}"
                 calls[rank] = int(self._quorum.store.get(key)) if self._quorum.store.check([key]) else -1
+        except RuntimeError as error:
+            return f"the store of the job is gone ({error})"
+        if self._agreed is None:
+            return "the ranks came to no agreement"
         least = min(calls.values())
-        if self._agreed is None or least >= self._agreed:
+        if least >= self._agreed:
             return "the save is not finished"
         who = ", ".join(str(rank) for rank, call in calls.items() if call == least)
         if least < 0:
@@ -249,10 +258,8 @@ class Preemption:
         )
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+def _highest(reports: list[Report]) -> Report:
+    return {"call": max(report["call"] for report in reports)}
 
 
 def _name_of(signum: int) -> str:
