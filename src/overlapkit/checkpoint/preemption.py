@@ -230,8 +230,9 @@ class Preemption:
         assert self._chosen is not None
         what = "it is saved, but closing takes too long" if self._saved else str(self._why or self._late())
         text = (
-            f"overlapkit: {self._name}, rank {self._quorum.rank}: a signal came, with {self._chosen.deadline:g} s "
-            f"for it: {what}. Earlier checkpoints are as they were. Exit status {code}.\n"
+            f"overlapkit: {self._name}, rank {self._quorum.rank}: a signal came, with "
+            f"{self._chosen.deadline:g} s for it: {what}. Earlier checkpoints are as they were. "
+            f"Exit status {code}.\n"
         )
         os.write(2, text.encode())
         sys.stdout.flush()
