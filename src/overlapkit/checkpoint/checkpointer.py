@@ -117,7 +117,7 @@ class Checkpointer(Shelf, Preemptible):
         opened = self._quorum.together("open", self._open, self._open_run)
         self._log = SpanLog()
         self._writer, self._helper = Lane(LANE, kind="thread"), Lane(LANE, kind="thread")
-        policy = Policy(keep, keep_every, self._best) if self._lock is not None else Policy()
+        policy = Policy(keep, keep_every, self._best) if self._quorum.rank == 0 else Policy()
         root, name = self._root, opened["run"]
         self._deletion = Deletion(self._disk, root, name, policy)
         self._run = Run(

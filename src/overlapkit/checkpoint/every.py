@@ -5,7 +5,7 @@ from overlapkit.quorum import Report
 
 
 class Every:
-    """When saves are due. Auto, which measures, has the other methods' use.
+    """When saves are due. All methods but `enter` are there for Auto, which measures.
 
     Args:
         every: A number of steps, or None for every call.
