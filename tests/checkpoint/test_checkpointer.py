@@ -815,11 +815,18 @@ def test_the_spans_tell_exposed_from_hidden(tmp_path, monkeypatch):
         ({"every": 0}, ValueError, "every=0"),
         ({"every": 2.5}, ValueError, "every=2.5"),
         ({"every": True}, ValueError, "every=True"),
-        ({"every": "auto"}, NotImplementedError, "auto"),
+        ({"every": "often"}, ValueError, "every='often': .* of at least 1, None or 'auto'"),
+        ({"every": "auto"}, ValueError, "every='auto', mtbf=None: 'auto', .*, takes the mean time between"),
+        ({"every": 10, "mtbf": 60}, ValueError, "every=10, mtbf=60"),
+        ({"every": "auto", "mtbf": 0}, ValueError, "mtbf=0"),
+        ({"every": "auto", "mtbf": "1h"}, ValueError, "mtbf='1h'"),
         ({"keep": 0}, ValueError, "keep=0"),
         ({"keep_every": 5}, ValueError, "without keep="),
         ({"keep": 1, "keep_every": -1}, ValueError, "keep_every=-1"),
-        ({"best": "loss"}, NotImplementedError, "best='loss'"),
+        ({"best": "acc"}, ValueError, r"best='acc' does not say .*: give \('acc', 'max'\)"),
+        ({"best": ("acc", "most")}, ValueError, "the second is 'min' or 'max'"),
+        ({"best": ("acc",)}, TypeError, r"best=\('acc',\): give a pair"),
+        ({"best": 3}, TypeError, "best=3"),
         ({"in_flight": 0}, ValueError, "in_flight=0"),
         ({"in_flight": None}, ValueError, "in_flight=None"),
         ({"stage": "later"}, ValueError, "stage='later'"),
@@ -922,9 +929,7 @@ def test_an_interrupted_close_goes_on_at_the_next_call(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["late", "now"])
-@pytest.mark.parametrize(
-    "where", ["overlapkit.checkpoint.rng.capture", "overlapkit.checkpoint.checkpointer.Job"]
-)
+@pytest.mark.parametrize("where", ["overlapkit.checkpoint.rng.capture", "overlapkit.checkpoint.saver.Job"])
 def test_an_interrupt_inside_save_leaves_the_next_one_clean(tmp_path, monkeypatch, where, stage):
     def interrupt(*args):
         raise KeyboardInterrupt

@@ -1,38 +1,44 @@
 """Checkpointer: saves beside the step, and restores whole checkpoints or none."""
 
-import atexit
-import functools
-import itertools
 import os
-import sys
-import threading
-import time
-import traceback
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from overlapkit.checkpoint import rng
-from overlapkit.checkpoint.commit import RunLock, sweep
+from overlapkit.checkpoint.at_exit import close_at_exit
+from overlapkit.checkpoint.auto import schedule
+from overlapkit.checkpoint.commit import RunLock
+from overlapkit.checkpoint.deletion import Deletion
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
-from overlapkit.checkpoint.job import Job, Run, sound_steps
+from overlapkit.checkpoint.job import Run
 from overlapkit.checkpoint.layout import check_state
-from overlapkit.checkpoint.opening import check_metrics, check_options, check_step, open_directory
+from overlapkit.checkpoint.opening import (
+    check_best,
+    check_metrics,
+    check_only,
+    check_options,
+    check_step,
+    check_which,
+    open_directory,
+    open_run,
+)
 from overlapkit.checkpoint.planner import Planner
+from overlapkit.checkpoint.preemptible import Preemptible
 from overlapkit.checkpoint.restorer import Restorer
+from overlapkit.checkpoint.retention import Policy
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
-from overlapkit.checkpoint.stage import LANE, Stager, Staging
-from overlapkit.checkpoint.verification import verify
+from overlapkit.checkpoint.saver import Saver
+from overlapkit.checkpoint.shelf import Shelf
+from overlapkit.checkpoint.stage import LANE, Stager
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
 from overlapkit.quorum import Quorum, Report
 from overlapkit.span import Span, SpanLog
 
 
-class Checkpointer:
+class Checkpointer(Shelf, Preemptible):
     """Saves a training state beside the step, and restores it bit for bit.
 
     A checkpoint is a folder `step-N` that appears by one rename, after all its bytes are on disk: a crash at
@@ -68,10 +74,15 @@ class Checkpointer:
 
     Args:
         directory: Where the checkpoints are. Made if it does not exist.
-        every: Save only at multiples of this step; None saves at every call.
-        keep: How many of the newest checkpoints stay, at least 1; None keeps all.
+        every: Save only at multiples of this step; None saves at every call. "auto" counts calls of `save`,
+            and saves as often as costs least: see Auto in auto.py. `Save.due` tells whether a call was one.
+        mtbf: With every="auto", the mean time between failures of the whole job, in seconds.
+        keep: How many of the newest verified checkpoints stay, at least 1; None keeps all. Verified are those
+            that this run wrote, restored whole, or read through: after a restart the old ones stay until that
+            many newer ones are there.
         keep_every: Multiples of this step stay for ever; needs `keep`.
-        best: Not there yet.
+        best: The best by one of the `metrics` stays, too: `best="val_loss"` (or another name with "loss" in
+            it) is the lowest, `best=("val_acc", "max")` the highest. Rank 0's metrics count; NaN never wins.
         in_flight: How many saves may be unfinished; one more waits in `save`.
         stage: "late" or "now" (everything is copied inside `save`).
         timeout: Seconds that ranks wait for each other in a save or a restore.
@@ -88,38 +99,39 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
-        every: int | None = None,
+        every: int | Literal["auto"] | None = None,
+        mtbf: float | None = None,
         keep: int | None = None,
         keep_every: int | None = None,
-        best: str | None = None,
+        best: str | tuple[str, Literal["min", "max"]] | None = None,
         in_flight: int = 1,
         stage: Literal["late", "now"] = "late",
         timeout: float = 600.0,
     ) -> None:
-        check_options(directory, every, keep, keep_every, best, in_flight, stage, timeout)
-        self._every, self._in_flight = every, in_flight
+        check_options(directory, every, mtbf, keep, keep_every, in_flight, stage, timeout)
+        self._best = check_best(best)
+        self._every = schedule(every, mtbf, in_flight)
         self._root = Path(directory)
         self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
         self._lock: RunLock | None = None
         opened = self._quorum.together("open", self._open, self._open_run)
         self._log = SpanLog()
         self._writer, self._helper = Lane(LANE, kind="thread"), Lane(LANE, kind="thread")
+        policy = Policy(keep, keep_every, self._best) if self._quorum.rank == 0 else Policy()
+        root, name = self._root, opened["run"]
+        self._deletion = Deletion(self._disk, root, name, policy)
         self._run = Run(
-            self._root, opened["run"], self._quorum, self._disk, self._log, self._helper, keep, keep_every
+            root, name, self._quorum, self._disk, self._log, self._helper, self._deletion, self._every
         )
         self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
         self._unfinished = Unfinished(self._log)
-        self._restorer = Restorer(self._root, self._quorum, self._stager, self._helper)
-        self._saves = itertools.count()
-        self._closing = False
-        self._closed = False
+        self._restorer = Restorer(self._root, self._best, self._quorum, self._stager, self._helper)
+        self._saver = Saver(self._run, self._planner, self._stager, self._writer, self._unfinished, in_flight)
+        self._calls = 0
+        self._closing = self._closed = False
         self._unseen: list[BaseException] = []
-        self._pid = os.getpid()
-        at_exit = functools.partial(_close_at_exit, weakref.ref(self))
-        self._at_exit = weakref.finalize(self, atexit.unregister, at_exit)
-        self._at_exit.atexit = False
-        atexit.register(at_exit)
+        self._stay_open = close_at_exit(self, self._root)
 
     def save(
         self,
@@ -136,7 +148,8 @@ class Checkpointer:
                 is replaced.
             state: Modules, optimizers, objects with state_dict and load_state_dict, tensors and plain
                 values, by name.
-            metrics: Numbers to keep beside it.
+            metrics: Numbers to keep beside it. With `best=`, the one that it names must be among them, or
+                there must be none (it was not evaluated). A save that is not due keeps none.
             block: Return only when it is committed.
 
         Returns:
@@ -144,32 +157,31 @@ class Checkpointer:
 
         Raises:
             TypeError: Something in the state cannot be kept; the message names it. Nothing is saved.
+            ValueError: The metrics lack the one that `best=` names.
             Exception: An earlier save has failed (this one has begun), or, with `block`, this one.
         """
         self._check_open()
-        step, kept_metrics = check_step(step), check_metrics(metrics)
+        self._calls += 1  # the number of a save: every rank makes the same calls
+        step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
         check_state(state)
-        if self._every is not None and step % self._every:
+        leaving = self._preemption is not None and self._preemption.is_now(self._calls)
+        if not self._every.enter(self._calls, step) and not leaving:
             self._unfinished.surface()
-            if not len(self._unfinished) and self._planner.is_behind(state):
-                with self._log.host(LANE, "prepare", exposed=True):
-                    self._stager.prewarm(self._planner.take(state), beside=True)
+            if not len(self._unfinished):
+                self._saver.prepare(state)
+            self._every.leave(None, len(self._unfinished) > 0)
             return not_due(step)
-        start = time.perf_counter_ns()
-        with self._log.host(LANE, "save", exposed=True):
-            self._unfinished.make_room(self._in_flight)
-            save = self._begin(step, state, kept_metrics)
-            self._unfinished.add(save)
-            if block:
-                save.committed.settle()
-        save._blocked_s = (time.perf_counter_ns() - start) / 1e9
+        save = self._saver.save(self._calls, step, state, kept_metrics, block)
+        if leaving and self._preemption is not None:
+            self._preemption.finish(save, self)
         self._unfinished.surface(None if block else save)
+        self._every.leave(save, len(self._unfinished) > 0)
         return save
 
     def restore(
         self,
         state: dict[str, Any],
-        step: int | Literal["latest"] = "latest",
+        step: int | Literal["latest", "best"] = "latest",
         *,
         only: tuple[str, ...] | None = None,
         strict: bool = True,
@@ -181,7 +193,8 @@ class Checkpointer:
 
         Args:
             state: What was given to `save`, newly built. Optimizers need not have taken a step.
-            step: Which checkpoint; "latest" falls back to the newest sound one, with a warning.
+            step: Which checkpoint; "latest" falls back to the newest sound one, with a warning, and "best"
+                (see `best=`) to the next best.
             only: The keys to restore, such as ("model",); generators are then left alone.
             strict: Raise where state and checkpoint do not fit; otherwise warn, and restore what does.
 
@@ -189,45 +202,22 @@ class Checkpointer:
             The step restored, 0 where "latest" finds none.
 
         Raises:
-            FileNotFoundError: There is no checkpoint of this step.
-            DamagedCheckpoint: It is damaged; with "latest", all of them are.
+            FileNotFoundError: There is no checkpoint of this step, or none with the metric of `best=`.
+            DamagedCheckpoint: It is damaged; with "latest" or "best", all of them are.
             MismatchError: Missing or unexpected keys, other shapes or dtypes.
         """
         self._check_open()
         check_state(state)
-        if only is not None and not (
-            isinstance(only, tuple | list | set) and all(isinstance(key, str) for key in only)
-        ):
-            raise TypeError(f"only={only!r}: give a tuple of keys, such as ('model',)")
-        if step != "latest":
-            check_step(step)
-        if absent := [key for key in only or () if key not in state]:
-            raise ValueError(
-                f"only={only!r}: the state has no {', '.join(map(repr, absent))}, but {list(state)}"
-            )
+        check_only(only, state)
+        check_which(step, self._best)
         self._unfinished.settle()
         self._planner.forget()
         restored = self._restorer.restore(state, step, only, strict)
+        if self._restorer.read_all:
+            self._deletion.read_whole(restored)
         if only is None:
             self._stager.prewarm(self._planner.take(state))
         return restored
-
-    def steps(self) -> list[int]:
-        """The steps of all committed checkpoints, ascending: those with a sound manifest and all files."""
-        return sound_steps(self._root)
-
-    def latest(self) -> int | None:
-        """The highest of `steps()`, or None."""
-        return max(self.steps(), default=None)
-
-    def verify(self, step: int) -> None:
-        """Read a whole checkpoint against its checksums.
-
-        Raises:
-            FileNotFoundError: There is none of this step.
-            DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
-        """
-        verify(self._root, check_step(step))
 
     def wait(self) -> None:
         """Block until all saves are committed.
@@ -258,17 +248,22 @@ class Checkpointer:
         if self._closed:
             return
         self._closing = True
+        if self._preemption is not None:
+            self._preemption.retire()
         self._unfinished.settle()
         self._unseen += self._unfinished.unseen()
         self._writer.close()
         self._helper.close()
+        self._deletion.close()
         self._planner.forget()
         self._stager.close()
         self._quorum.leave()
         if self._lock is not None:
             self._lock.release()
         self._closed = True
-        self._at_exit()
+        self._stay_open()
+        if self._preemption is not None:
+            self._preemption.close()
         errors, self._unseen = self._unseen, []
         if errors:
             for other in errors[1:]:
@@ -294,11 +289,7 @@ class Checkpointer:
 
     def _open_run(self, reports: list[Report]) -> Report:
         """Rank 0's share of the construction."""
-        try:
-            sweep(self._disk, self._root)
-            self._lock = RunLock(self._root)
-        except OSError as error:
-            raise PermissionError(f"directory={str(self._root)!r} cannot be written to: {error}") from error
+        self._lock = open_run(self._disk, self._root)
         return {"run": self._lock.run}
 
     def _check_open(self) -> None:
@@ -309,56 +300,3 @@ class Checkpointer:
                 "the process group is not the one that this Checkpointer was made in: make it after "
                 "init_process_group(), and a new one after each"
             )
-
-    def _begin(self, step: int, state: dict[str, Any], metrics: dict[str, Any]) -> Save:
-        number = next(self._saves)
-        staging: Staging | None = None
-        claim = threading.Lock()  # whoever takes it decides: the writer carries out, or this call gives up
-        try:
-            share = self._planner.take(state)
-            generators = rng.capture()
-            staging = self._stager.stage(share)
-            job = Job(self._run, number, step, share, staging, generators, metrics)
-            committed = self._writer.submit(lambda: self._carry_out(job, claim))
-            return Save(step, staging.ticket, committed, staging=staging)
-        except BaseException as error:
-            if claim.acquire(blocking=False):
-                if staging is not None:
-                    staging.ticket.settle()  # the copy must not run into a buffer that is lent again
-                    self._stager.release(staging)
-                self._report_failure(number, error)
-            raise
-
-    def _carry_out(self, job: Job, claim: threading.Lock) -> Path | None:
-        if not claim.acquire(blocking=False):
-            return None  # the call of save() was interrupted, and has released everything
-        try:
-            return job.carry_out()
-        finally:
-            self._stager.release(job.staging)
-
-    def _report_failure(self, number: int, error: BaseException) -> None:
-        """This rank's save did not begin; the others must not wait for it."""
-        if self._quorum.world > 1:
-
-            def fail() -> Report:
-                raise error
-
-            ticket = self._writer.submit(lambda: self._quorum.together(f"save/{number}", fail, _nothing))
-            ticket.seen = True  # the caller gets the error from save() itself
-
-
-def _close_at_exit(alive: "weakref.ref[Checkpointer]") -> None:
-    """Finish what was left open, before the lanes' own hook, which has less patience than a slow disk."""
-    checkpointer = alive()
-    if checkpointer is None or checkpointer._pid != os.getpid():
-        return
-    try:
-        checkpointer.close()
-    except Exception as error:
-        print(f"overlapkit: a save to {checkpointer._root} failed at exit:", file=sys.stderr)
-        traceback.print_exception(error)
-
-
-def _nothing(reports: list[Report]) -> Report:
-    return {}

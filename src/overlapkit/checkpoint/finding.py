@@ -1,10 +1,13 @@
 """Which checkpoint is meant: a directory and a step, or the folder of one."""
 
+import contextlib
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from overlapkit.checkpoint.manifest import is_ours, step_folders, step_of
+from overlapkit.checkpoint.codec import decode
+from overlapkit.checkpoint.errors import CheckpointError
+from overlapkit.checkpoint.manifest import is_ours, read_manifest, step_folders, step_of
 from overlapkit.checkpoint.opening import check_step
 
 Where = str | os.PathLike[str]
@@ -40,3 +43,19 @@ def find_checkpoint(where: Where, step: Step = "latest") -> Path:
     if number not in there:
         raise FileNotFoundError(f"step={number}: {str(path)!r} has no such checkpoint, but {list(there)}")
     return there[number]
+
+
+def sound_checkpoints(root: Path) -> dict[int, dict[str, float]]:
+    """The metrics of the committed checkpoints, by step: those with a sound manifest and all files."""
+    found = {}
+    for step, folder in step_folders(root).items():
+        with contextlib.suppress(CheckpointError):
+            found[step] = _numbers(read_manifest(folder).metrics)
+    return found
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    """Metrics as they were given; none where they are not what we write."""
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return {name: float(value) for name, value in decode(metrics, str).items()}
+    return {}

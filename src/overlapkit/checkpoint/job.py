@@ -1,17 +1,19 @@
 """The part of a save that runs in the background: write, report, commit, delete what is surplus."""
 
 import contextlib
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint import rng
-from overlapkit.checkpoint.commit import commit, discard, tidy
+from overlapkit.checkpoint.commit import commit
+from overlapkit.checkpoint.deletion import Deletion
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import CheckpointError, RankFailed
-from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
+from overlapkit.checkpoint.every import Every
+from overlapkit.checkpoint.manifest import step_name
 from overlapkit.checkpoint.planner import Share
-from overlapkit.checkpoint.retention import surplus
 from overlapkit.checkpoint.stage import LANE, Staging
 from overlapkit.checkpoint.writer import held, remove_share, write_share
 from overlapkit.lane import Lane
@@ -29,8 +31,8 @@ class Run:
     disk: Disk
     log: SpanLog
     helper: Lane
-    keep: int | None
-    keep_every: int | None
+    deletion: Deletion
+    every: Every
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class Job:
 
     Attributes:
         run: The checkpointer's.
-        number: How many saves this run began before it; the same on every rank.
+        number: Of the call of save() that began it; the same on every rank.
         step: The step.
         share: What this rank writes of the state.
         staging: Its tensors.
         generators: The random generators' states.
         metrics: Typed JSON.
+        about_rank: What this rank says of itself beside its share.
+        began: Of `time.monotonic`.
     """
 
     run: Run
@@ -54,6 +58,8 @@ class Job:
     staging: Staging
     generators: dict[str, Any]
     metrics: dict[str, Any]
+    about_rank: Report
+    began: float = field(default_factory=time.monotonic)
 
     def carry_out(self) -> Path:
         """Write, and commit when every rank has written.
@@ -68,7 +74,7 @@ class Job:
         run = self.run
         temporary = run.root / f".tmp-{run.name}-{self.number}"
         try:
-            run.quorum.together(
+            verdict = run.quorum.together(
                 f"save/{self.number}",
                 lambda: self._write(temporary),
                 lambda reports: self._commit(temporary, reports),
@@ -80,6 +86,7 @@ class Job:
                 elif not getattr(error, "undecided", False):  # rank 0 may be about to commit these files
                     remove_share(run.disk, temporary, run.quorum.rank)  # a late rank makes the folder anew
             raise
+        run.every.follow(verdict)
         final = run.root / step_name(self.step)
         if run.quorum.rank == 0:
             self._delete_surplus(final)
@@ -103,7 +110,8 @@ class Job:
                 about,
                 self.run.helper,
             )
-        return {"step": self.step, "files": files, "plain": self.share.plan.plain_tensors}
+        plain = self.share.plan.plain_tensors
+        return {"step": self.step, "files": files, "plain": plain, **self.about_rank}
 
     def _commit(self, temporary: Path, reports: list[Report]) -> Report:
         for rank, report in enumerate(reports):
@@ -118,27 +126,12 @@ class Job:
         about = {"world": self.run.quorum.world, "metrics": self.metrics}
         with self.run.log.host(LANE, "commit"):
             commit(self.run.disk, temporary, self.step, files, about)
-        return {}
+        return self.run.every.decide(self.number, time.monotonic() - self.began, reports)
 
     def _delete_surplus(self, final: Path) -> None:
-        run = self.run
         try:
-            tidy(run.disk, run.root, run.name)
-            if run.keep is None:
-                return
-            for step in surplus(sound_steps(run.root), self.step, run.keep, run.keep_every):
-                discard(run.disk, run.root, run.name, run.root / step_name(step))
+            self.run.deletion.committed(self.step)
         except OSError as error:
             raise CheckpointError(
                 f"{final} is committed, but older ones cannot be deleted: {error}"
             ) from error
-
-
-def sound_steps(root: Path) -> list[int]:
-    """The steps of the committed checkpoints whose manifest is sound and whose files are there, ascending."""
-    steps = []
-    for step, folder in step_folders(root).items():
-        with contextlib.suppress(CheckpointError):
-            read_manifest(folder)
-            steps.append(step)
-    return steps

@@ -4,50 +4,82 @@ import numbers
 import operator
 import os
 import re
+import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint.codec import encode
+from overlapkit.checkpoint.commit import RunLock, sweep
+from overlapkit.checkpoint.disk import Disk
+from overlapkit.checkpoint.retention import Best
 
 
 def check_options(
     directory: object,
     every: object,
+    mtbf: object,
     keep: object,
     keep_every: object,
-    best: object,
     in_flight: object,
     stage: object,
     timeout: object,
 ) -> None:
     """Raise where an argument of Checkpointer is wrong, or not there yet."""
     check_path("directory", directory)
-    if every == "auto":
-        raise NotImplementedError("every='auto' is not there yet: give a number of steps")
-    if best is not None:
-        raise NotImplementedError(f"best={best!r} is not there yet: use keep= and keep_every=")
+    if (every == "auto") != (mtbf is not None):
+        raise ValueError(
+            f"every={every!r}, mtbf={mtbf!r}: 'auto', and nothing else, takes the mean time between failures "
+            "of the job, in seconds"
+        )
+    if mtbf is not None:
+        _check_seconds("mtbf", mtbf)
     for name, value in (
-        ("every", every),
+        ("every", None if every == "auto" else every),
         ("keep", keep),
         ("keep_every", keep_every),
         ("in_flight", in_flight),
     ):
-        optional = name != "in_flight"
-        if value is None and optional:
+        else_ = {"in_flight": "", "every": ", None or 'auto'"}.get(name, ", or None")
+        if value is None and else_:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(
-                f"{name}={value!r}: give a whole number of at least 1{', or None' if optional else ''}"
-            )
+            raise ValueError(f"{name}={value!r}: give a whole number of at least 1{else_}")
     if keep_every is not None and keep is None:
         raise ValueError(
             f"keep_every={keep_every!r} without keep=: nothing is ever deleted then; give keep=, too"
         )
     if stage not in ("late", "now"):
         raise ValueError(f"stage={stage!r}: give 'late' or 'now'")
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0")
+    _check_seconds("timeout", timeout)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r}: give a number of seconds above 0")
+
+
+def check_best(best: object) -> Best | None:
+    """What `best=` says.
+
+    Raises:
+        TypeError: It is neither a name nor a pair.
+        ValueError: It does not say which way is better.
+    """
+    if best is None:
+        return None
+    if isinstance(best, str):
+        if "loss" not in best.lower():
+            raise ValueError(
+                f"best={best!r} does not say which way is better: give ({best!r}, 'max') or ({best!r}, 'min')"
+            )
+        return Best(best, largest=False)
+    if not isinstance(best, tuple | list) or len(best) != 2 or not isinstance(best[0], str):
+        raise TypeError(f"best={best!r}: give a pair such as ('val_acc', 'max'), or the name of a loss")
+    if best[1] not in ("min", "max"):
+        raise ValueError(f"best={best!r}: the second is 'min' or 'max'")
+    return Best(best[0], largest=best[1] == "max")
 
 
 def check_path(argument: str, path: object) -> None:
@@ -71,17 +103,29 @@ def check_step(step: object) -> int:
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"step={step!r}: give a whole number (restore also takes 'latest')") from None
+        raise TypeError(
+            f"step={step!r}: give a whole number (restore also takes 'latest' and 'best')"
+        ) from None
     if number < 0:
         raise ValueError(f"step={step!r}: give 0 or more")
     return number
 
 
-def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
+def check_which(step: object, best: Best | None) -> None:
+    """Raise where a restore cannot know which checkpoint is meant."""
+    if step == "best":
+        if best is None:
+            raise ValueError("which one is best? Give the Checkpointer best=, such as best='val_loss'")
+    elif step != "latest":
+        check_step(step)
+
+
+def check_metrics(metrics: Mapping[str, float] | None, best: Best | None = None) -> dict[str, Any]:
     """Metrics as typed JSON.
 
     Raises:
         TypeError: They are not numbers by name.
+        ValueError: There are some, but not the one by which the best is found.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics={metrics!r}: give numbers by name, such as {{'val_loss': 1.5}}")
@@ -90,10 +134,59 @@ def check_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
             raise TypeError(
                 f"metrics has {name!r}: {value!r}: give numbers by name (a tensor's is its .item())"
             )
+    if best is not None and metrics and best.metric not in metrics:
+        raise ValueError(
+            f"metrics has {list(metrics)}, and not {best.metric!r}, which best= compares: give it, too "
+            "(nan where it is not known), or no metrics at all"
+        )
     encoded: dict[str, Any] = encode(
         {k: float(v) for k, v in (metrics or {}).items()}, "metrics", lambda n, t: n
     )
     return encoded
+
+
+def check_only(only: object, state: Mapping[str, Any]) -> None:
+    """Raise where `only` names no keys of a state."""
+    if only is None:
+        return
+    if not isinstance(only, tuple | list | set) or not all(isinstance(key, str) for key in only):
+        raise TypeError(f"only={only!r}: give a tuple of keys, such as ('model',)")
+    if absent := [key for key in only if key not in state]:
+        raise ValueError(f"only={only!r}: the state has no {', '.join(map(repr, absent))}, but {list(state)}")
+
+
+def check_signal(signum: object, deadline: object, exit_code: object) -> int:
+    """The exit status after a save for a signal.
+
+    Raises:
+        RuntimeError: This is not the main thread.
+        ValueError: An argument is out of range.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("on_signal() belongs into the main thread: Python runs signal handlers only there")
+    if not isinstance(signum, int) or signum not in signal.valid_signals():
+        raise ValueError(f"signum={signum!r}: give a signal, such as signal.SIGTERM")
+    _check_seconds("deadline", deadline)
+    if exit_code is None:
+        return 128 + signum
+    if not isinstance(exit_code, int) or not 0 <= exit_code < 256 or exit_code == os.EX_TEMPFAIL:
+        raise ValueError(
+            f"exit_code={exit_code!r}: give 0 to 255, but not {os.EX_TEMPFAIL}, which means not saved"
+        )
+    return exit_code
+
+
+def open_run(disk: Disk, root: Path) -> RunLock:
+    """Remove what crashed runs left behind, and begin one. Called by rank 0 only.
+
+    Raises:
+        PermissionError: The directory cannot be written to.
+    """
+    try:
+        sweep(disk, root)
+        return RunLock(root)
+    except OSError as error:
+        raise PermissionError(f"directory={str(root)!r} cannot be written to: {error}") from error
 
 
 def open_directory(root: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any, Literal
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.catalog import Catalog
 from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
+from overlapkit.checkpoint.finding import sound_checkpoints
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
 from overlapkit.checkpoint.match import Plan, Values, make_plan, writers_of
 from overlapkit.checkpoint.opening import check_step
 from overlapkit.checkpoint.reader import read_boxes, room
+from overlapkit.checkpoint.retention import Best
 from overlapkit.checkpoint.stage import Stager
 from overlapkit.lane import Lane
 from overlapkit.pinned import PinnedBuffer
@@ -24,19 +26,30 @@ class Restorer:
     Invariants:
         * All ranks restore the same checkpoint, or none.
         * A state is changed only after everything that it takes has been read and checked, on all ranks.
+
+    Attributes:
+        read_all: The last restore has read all that was in its checkpoint.
     """
 
-    def __init__(self, root: Path, quorum: Quorum, stager: Stager, helper: Lane) -> None:
+    read_all = False
+
+    def __init__(self, root: Path, best: Best | None, quorum: Quorum, stager: Stager, helper: Lane) -> None:
         self._root = root
+        self._best = best
         self._quorum = quorum
         self._stager = stager
         self._helper = helper
         self._calls = itertools.count()
 
     def restore(
-        self, state: dict[str, Any], step: int | Literal["latest"], only: tuple[str, ...] | None, strict: bool
+        self,
+        state: dict[str, Any],
+        step: int | Literal["latest", "best"],
+        only: tuple[str, ...] | None,
+        strict: bool,
     ) -> int:
         """See `Checkpointer.restore`. No save may be in flight."""
+        self.read_all = False
         name = f"restore/{next(self._calls)}"
         steps = self._quorum.together(name, dict, lambda _: {"steps": self.candidates(step)})["steps"]
         damage: list[str] = []
@@ -45,21 +58,28 @@ class Restorer:
             if not damaged:
                 return int(candidate)
             damage.append(damaged)
-            if step == "latest":
+            if isinstance(step, str):
                 warnings.warn(f"{step_name(candidate)} is damaged and is skipped: {damaged}", stacklevel=3)
         if damage:  # nothing sound is left: starting from 0 in silence would lose the run
             raise DamagedCheckpoint("; ".join(damage))
         return 0
 
-    def candidates(self, step: int | Literal["latest"]) -> list[int]:
+    def candidates(self, step: int | Literal["latest", "best"]) -> list[int]:
         """The checkpoints to try, the best first.
 
         Raises:
-            FileNotFoundError: There is none of this step.
+            FileNotFoundError: There is none of this step, or none with the metric of `best`.
         """
         there = list(step_folders(self._root))
         if step == "latest":
             return there[::-1]
+        if step == "best":
+            assert self._best is not None
+            if ranked := self._best.ranked(sound_checkpoints(self._root)):
+                return ranked
+            raise FileNotFoundError(
+                f"step='best': no checkpoint in {self._root} has {self._best.metric!r} among its metrics"
+            )
         if (number := check_step(step)) not in there:
             raise FileNotFoundError(
                 f"step={step}: {self._root} has no such checkpoint, but {there or 'none at all'}"
@@ -83,7 +103,9 @@ class Restorer:
         try:
             damaged = str(self._quorum.together(key, work, _all_damage)["damaged"])
             if not damaged:
-                _apply(*done[0], rng_too=only is None)
+                plan, values, catalog = done[0]
+                _apply(plan, values, catalog, rng_too=only is None)
+                self.read_all = only is None and strict and catalog.world == self._quorum.world
             return damaged
         finally:
             done.clear()

@@ -39,7 +39,12 @@ class Save:
     @property
     def stall_s(self) -> float:
         """Seconds that the training thread was blocked: in `save()`, and so far in `optimizer.step()`."""
-        return self._blocked_s + (0.0 if self._staging is None else self._staging.stall_s)
+        return self._blocked_s + self.staging_s
+
+    @property
+    def staging_s(self) -> float:
+        """The part of `stall_s` that was in `optimizer.step()`."""
+        return 0.0 if self._staging is None else self._staging.stall_s
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the checkpoint is committed.

@@ -1,0 +1,95 @@
+"""Deleting what is surplus, and finding out on which checkpoints one can rely for that."""
+
+import warnings
+from pathlib import Path
+
+from overlapkit.checkpoint.commit import discard, tidy
+from overlapkit.checkpoint.disk import Disk
+from overlapkit.checkpoint.errors import DamagedCheckpoint
+from overlapkit.checkpoint.finding import sound_checkpoints
+from overlapkit.checkpoint.manifest import step_name
+from overlapkit.checkpoint.retention import Policy
+from overlapkit.checkpoint.stage import LANE
+from overlapkit.checkpoint.verification import verify
+from overlapkit.lane import Lane, Ticket
+
+
+class Deletion:
+    """What rank 0 deletes; the others keep all.
+
+    A checkpoint is verified when this run wrote it, restored it whole, or read it through. Those of earlier
+    runs are not read for it as a rule: after a restart the old ones stay until `keep` newer verified ones
+    are there. Only where `keep` or more wait for that (runs that end early, one after another) they are read
+    in the background, one by one: so there are never many more than 2 x keep.
+
+    Invariant:
+        * Deleting is the saves' thread's work alone; reading runs in a thread of its own.
+    """
+
+    def __init__(self, disk: Disk, root: Path, run: str, policy: Policy) -> None:
+        self._disk, self._root, self._run, self._policy = disk, root, run, policy
+        self._verified: set[int] = set()
+        self._damaged: set[int] = set()
+        self._reader = Lane(f"{LANE}-verify", kind="thread")
+        self._reading: Ticket[None] | None = None
+        self._closed = False
+
+    def committed(self, step: int) -> None:
+        """This run has committed a step: delete what is surplus now.
+
+        Raises:
+            OSError: Something cannot be deleted.
+        """
+        self._verified.add(step)
+        self._damaged.discard(step)
+        tidy(self._disk, self._root, self._run)
+        if self._policy.keep is None:
+            return
+        found = self._found()
+        for old in self._policy.surplus(found, self._verified, step):
+            discard(self._disk, self._root, self._run, self._root / step_name(old))
+            self._verified.discard(old)
+        self._look_ahead(step)
+
+    def read_whole(self, step: int) -> None:
+        """Every byte of a checkpoint was read and checked."""
+        self._verified.add(step)
+        self._look_ahead(step)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._closed = True
+        self._reader.close()
+
+    def _look_ahead(self, newest: int) -> None:
+        """Begin to read a checkpoint, where too many stay for want of a verified one."""
+        keep = self._policy.keep
+        if keep is None or self._closed or not (self._reading is None or self._reading.done()):
+            return
+        found = self._found()
+        waiting = self._policy.surplus(found, found, newest)
+        if len(waiting) >= keep and (unread := found.keys() - self._verified):
+            step = max(unread)
+            self._reading = self._reader.submit(lambda: self._read(step))
+            self._reading.seen = True  # what cannot be read does not count, and that is all
+
+    def _found(self) -> dict[int, dict[str, float]]:
+        sound = sound_checkpoints(self._root)
+        return {step: metrics for step, metrics in sound.items() if step not in self._damaged}
+
+    def _read(self, step: int) -> None:
+        folder = self._root / step_name(step)
+        try:
+            verify(folder, progress=self._go_on)
+        except DamagedCheckpoint as damage:
+            self._damaged.add(step)
+            if folder.exists():  # else it was deleted meanwhile
+                warnings.warn(
+                    f"{folder} is damaged: it stays, and counts for nothing: {damage}", stacklevel=1
+                )
+        else:
+            self._verified.add(step)
+
+    def _go_on(self, done: int, total: int) -> None:
+        if self._closed:
+            raise InterruptedError("the checkpointer is being closed")

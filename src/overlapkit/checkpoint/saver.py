@@ -1,0 +1,96 @@
+"""The beginning of a save: take the state apart, copy it, hand it to the background."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from overlapkit.checkpoint import rng
+from overlapkit.checkpoint.job import Job, Run
+from overlapkit.checkpoint.planner import Planner
+from overlapkit.checkpoint.save import Save, Unfinished
+from overlapkit.checkpoint.stage import LANE, Stager, Staging
+from overlapkit.lane import Lane
+from overlapkit.quorum import Report
+
+
+class Saver:
+    """Begins the saves of one checkpointer.
+
+    Invariant:
+        * What was staged is released once, by whoever gets a save's claim: the background, which carries it
+          out, or the call that began it and was interrupted.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        planner: Planner,
+        stager: Stager,
+        writer: Lane,
+        unfinished: Unfinished,
+        in_flight: int,
+    ) -> None:
+        self._run = run
+        self._unfinished = unfinished
+        self._in_flight = in_flight
+        self._planner = planner
+        self._stager = stager
+        self._writer = writer
+
+    def save(
+        self, number: int, step: int, state: dict[str, Any], metrics: dict[str, Any], block: bool
+    ) -> Save:
+        """Begin a save, once there is room for it; `number` is the same on every rank."""
+        start = time.perf_counter_ns()
+        with self._run.log.host(LANE, "save", exposed=True):
+            self._unfinished.make_room(self._in_flight)
+            save = self._begin(number, step, state, metrics)
+            self._unfinished.add(save)
+            if block:
+                save.committed.settle()
+        save._blocked_s = (time.perf_counter_ns() - start) / 1e9
+        return save
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Where the next save would have to plan anew, do that now, and make the memory beside the step."""
+        if self._planner.is_behind(state):
+            with self._run.log.host(LANE, "prepare", exposed=True):
+                self._stager.prewarm(self._planner.take(state), beside=True)
+
+    def _begin(self, number: int, step: int, state: dict[str, Any], metrics: dict[str, Any]) -> Save:
+        staging: Staging | None = None
+        claim = threading.Lock()  # whoever takes it decides: the writer carries out, or this call gives up
+        try:
+            share = self._planner.take(state)
+            generators = rng.capture()
+            staging = self._stager.stage(share)
+            job = Job(self._run, number, step, share, staging, generators, metrics, self._run.every.report())
+            committed = self._writer.submit(lambda: self._carry_out(job, claim))
+            return Save(step, staging.ticket, committed, staging=staging)
+        except BaseException as error:
+            if claim.acquire(blocking=False):
+                if staging is not None:
+                    staging.ticket.settle()  # the copy must not run into a buffer that is lent again
+                    self._stager.release(staging)
+                self._report_failure(number, error)
+            raise
+
+    def _carry_out(self, job: Job, claim: threading.Lock) -> Path | None:
+        if not claim.acquire(blocking=False):
+            return None  # the call of save() was interrupted, and has released everything
+        try:
+            return job.carry_out()
+        finally:
+            self._stager.release(job.staging)
+
+    def _report_failure(self, number: int, error: BaseException) -> None:
+        """This rank's save did not begin; the others must not wait for it."""
+        quorum = self._run.quorum
+        if quorum.world > 1:
+
+            def fail() -> Report:
+                raise error
+
+            ticket = self._writer.submit(lambda: quorum.together(f"save/{number}", fail, lambda _: {}))
+            ticket.seen = True  # the caller gets the error from save() itself

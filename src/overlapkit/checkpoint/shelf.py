@@ -1,0 +1,45 @@
+"""What is in a checkpointer's directory; asking changes nothing there."""
+
+from pathlib import Path
+
+from overlapkit.checkpoint.deletion import Deletion
+from overlapkit.checkpoint.finding import sound_checkpoints
+from overlapkit.checkpoint.opening import check_step, check_which
+from overlapkit.checkpoint.retention import Best
+from overlapkit.checkpoint.verification import verify
+
+
+class Shelf:
+    """The part of Checkpointer that looks. It may be asked on one rank alone."""
+
+    _root: Path
+    _best: Best | None
+    _deletion: Deletion
+
+    def steps(self) -> list[int]:
+        """The steps of all committed checkpoints, ascending: those with a sound manifest and all files."""
+        return list(sound_checkpoints(self._root))
+
+    def latest(self) -> int | None:
+        """The highest of `steps()`, or None."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step of the best of `steps()` by the metric of `best=`, or None where none has it.
+
+        Raises:
+            ValueError: This checkpointer was made without `best=`.
+        """
+        check_which("best", self._best)
+        assert self._best is not None
+        return next(iter(self._best.ranked(sound_checkpoints(self._root))), None)
+
+    def verify(self, step: int) -> None:
+        """Read a whole checkpoint against its checksums.
+
+        Raises:
+            FileNotFoundError: There is none of this step.
+            DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
+        """
+        verify(self._root, check_step(step))
+        self._deletion.read_whole(step)
