@@ -122,7 +122,14 @@ def _apply(plan: Plan, values: Values, catalog: Catalog, *, rng_too: bool) -> No
         problems = "; ".join(plan.problems)
         warnings.warn(f"{step_name(catalog.step)} does not fit in full: {problems}", stacklevel=5)
     for apply in plan.apply:
-        apply(values)
+        try:
+            apply(values)
+        except Exception as error:  # of an object's own load_state_dict: nothing can be undone
+            error.add_note(
+                f"overlapkit: raised while {step_name(catalog.step)} was put into the state, which is now "
+                "restored in part: build it anew"
+            )
+            raise
     if rng_too and catalog.rng is not None:
         rng.put_back(catalog.rng)
 
