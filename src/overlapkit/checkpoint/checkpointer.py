@@ -56,10 +56,10 @@ class Checkpointer:
           only until `Save.staged` is done: a change that moves the tensor's version counter fails the save.
           Changes through `.data` or by kernels of your own move none, and go unseen; and so does one to a
           single tensor of an optimizer's state, right after a save of hundreds of them (see late.py).
-        * A save takes the state apart only where it has other tensors than at the save before. Memory for
-          the copies is made and touched by `restore`, else by the first `save` that is not due, else by the
-          first that is, beside the step: fresh pages cost twenty times the copy, and a save is on the
-          critical path. It is the size of this rank's share, times `in_flight`.
+        * A save takes the state apart only where it has other tensors than at the save before. That, the
+          threads, and memory for the copies are made by `restore`, else by the first `save` that is not due,
+          else by the first that is: fresh pages cost twenty times the copy, and a save is on the critical
+          path. Memory is touched beside the step then; it is this rank's share, times `in_flight`.
         * Everything else is copied before `save` returns; so are parameters of an optimizer that is
           capturable or runs in backward, whose steps pass no hook.
         * At most `in_flight` saves are in memory, each once.
@@ -153,7 +153,7 @@ class Checkpointer:
             self._unfinished.surface()
             if not len(self._unfinished) and self._planner.is_behind(state):
                 with self._log.host(LANE, "prepare", exposed=True):
-                    self._stager.prewarm(self._planner.take(state), beside=True)
+                    self._prewarm(state, beside=True)
             return not_due(step)
         start = time.perf_counter_ns()
         with self._log.host(LANE, "save", exposed=True):
@@ -209,7 +209,7 @@ class Checkpointer:
         self._planner.forget()
         restored = self._restorer.restore(state, step, only, strict)
         if only is None:
-            self._stager.prewarm(self._planner.take(state))
+            self._prewarm(state, beside=False)
         return restored
 
     def steps(self) -> list[int]:
@@ -309,6 +309,15 @@ class Checkpointer:
                 "the process group is not the one that this Checkpointer was made in: make it after "
                 "init_process_group(), and a new one after each"
             )
+
+    def _prewarm(self, state: dict[str, Any], *, beside: bool) -> None:
+        """Do what the first save would do: memory, plan, threads."""
+        share = self._planner.take(state)
+        self._stager.prewarm(share, beside=beside)
+        prepared = self._writer.submit(share.plan.prepare)
+        prepared.seen = True  # the next save will meet what it met
+        if not beside:
+            prepared.settle()
 
     def _begin(self, step: int, state: dict[str, Any], metrics: dict[str, Any]) -> Save:
         number = next(self._saves)

@@ -60,6 +60,10 @@ class FilePlan:
         """For each tensor in the file, in its order: where its data begins, and its place in `slots`."""
         return list(zip(self._starts, self._order, strict=True))
 
+    def prepare(self) -> None:
+        """Make now what the first save would make: texts of all tensors, under the interpreter's lock."""
+        _ = self.header, self.groups, self.table.text, self.plain_tensors
+
     def views(self, memory: torch.Tensor) -> Views:
         """Parts of a staging buffer, uint8 (nbytes,), with dtypes and shapes: for `late`, and for `now`.
 

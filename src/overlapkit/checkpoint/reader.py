@@ -5,6 +5,7 @@ which the values do not cross: they are read into host memory. On one machine th
 broadcast, at the speed of memory; beyond, ranks begin at different places, so that no two are in step.
 """
 
+import contextlib
 import math
 import os
 import threading
@@ -25,6 +26,7 @@ from overlapkit.lane import Lane
 
 _AT_ONCE = 16 << 20  # bytes that one read takes
 _BUFFERS = 512  # and the buffers that it fills; IOV_MAX is 1024
+_AHEAD = 256 << 20  # bytes that are asked for before they are read
 _FILES = 64  # that a thread has open: thousands of ranks may have written one tensor
 
 
@@ -247,6 +249,16 @@ def _read_all(fd: int, views: list[memoryview], offset: int, path: Path) -> None
             left = left[1:]
         if got:
             left = [left[0][got:], *left[1:]]
+
+
+def read_ahead(path: Path) -> None:
+    """Have the system begin to read a file, beside what must be done before its places are known."""
+    with contextlib.suppress(OSError):  # if there is something in it, the reading itself will tell
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            os.posix_fadvise(fd, 0, _AHEAD, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
 
 
 def room(wanted: Wanted) -> int:

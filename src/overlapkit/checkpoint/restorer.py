@@ -2,16 +2,18 @@
 
 import itertools
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.catalog import Catalog
+from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
 from overlapkit.checkpoint.match import Plan, Values, make_plan, writers_of
 from overlapkit.checkpoint.opening import check_step
-from overlapkit.checkpoint.reader import read_boxes, room
+from overlapkit.checkpoint.reader import read_ahead, read_boxes, room
 from overlapkit.checkpoint.stage import Stager
 from overlapkit.lane import Lane
 from overlapkit.pinned import PinnedBuffer
@@ -75,7 +77,8 @@ class Restorer:
 
         def work() -> Report:
             try:
-                done.append(self._read(step, state, only, strict, loans))
+                with collector_paused():
+                    done.append(self._read(step, state, only, strict, loans))
             except DamagedCheckpoint as error:
                 return {"damaged": str(error)}
             return {}
@@ -100,7 +103,10 @@ class Restorer:
     ) -> tuple[Plan, Values, Catalog]:
         manifest = read_manifest(self._root / step_name(step))
         rank, world = self._quorum.rank, self._quorum.world
-        catalog = Catalog(manifest, rank, world, writers_of(state))
+        mine = f"rank-{rank if world == manifest.world else 0:05d}.safetensors"
+        if only is None and mine in manifest.files:
+            self._helper.submit(partial(read_ahead, manifest.folder / mine))
+        catalog = Catalog(manifest, rank, world, writers_of(state) if world > 1 else None)
         plan = make_plan(state, catalog, only)
         if not catalog.whole and (plan.problems or not catalog.covers(plan.wanted)):
             catalog = Catalog(manifest, rank, world)  # the state is laid out in another way than it was

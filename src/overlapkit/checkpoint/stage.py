@@ -202,10 +202,11 @@ class Stager:
             self._warming.seen = True  # memory that cannot be had is the next save's error
         else:
             _warm(ring, share.plan, self._in_flight)
+            lane.submit(lambda: None).settle()  # which makes its thread, or its stream
 
     def borrow(self, nbytes: int) -> PinnedBuffer:
         """A staging buffer to read a checkpoint into; no save may be in flight."""
-        return self._ready(self._device or torch.device("cpu"))[1].take(max(1, nbytes))
+        return self._ready(self._device or torch.device("cpu"))[1].take(max(1, nbytes), present=False)
 
     def close(self) -> None:
         """Take the hooks out, end the lane, free the memory."""
