@@ -14,8 +14,8 @@ from overlapkit.checkpoint.box import Box, tiles
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.hashing import WIDTH
-from overlapkit.checkpoint.layout import DTYPES
 from overlapkit.checkpoint.manifest import Manifest, making_sense_of
+from overlapkit.checkpoint.pieces import DTYPES
 
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 _KINDS = ("module", "optimizer", "object", "tensor", "value", "tree")

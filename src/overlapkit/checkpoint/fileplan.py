@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from overlapkit.checkpoint.codec import Constant
-from overlapkit.checkpoint.layout import DTYPES, Slot
+from overlapkit.checkpoint.pieces import DTYPES, Slot
 
 BLOCK = 4 << 20
 """Bytes under one checksum: a rank that reads a part of a tensor checks what it reads."""

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.fileplan import FilePlan
 from overlapkit.checkpoint.late import Late
-from overlapkit.checkpoint.layout import Inventory, take_fixed, take_loose
+from overlapkit.checkpoint.layout import take_fixed, take_loose
 from overlapkit.checkpoint.outline import Outline
+from overlapkit.checkpoint.pieces import Inventory
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from overlapkit.checkpoint.catalog import Catalog
 from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
-from overlapkit.checkpoint.match import Plan, Values, make_plan, writers_of
+from overlapkit.checkpoint.match import Plan, make_plan, writers_of
 from overlapkit.checkpoint.opening import check_step
+from overlapkit.checkpoint.placing import Values
 from overlapkit.checkpoint.reader import read_ahead, read_boxes, room
 from overlapkit.checkpoint.stage import Stager
 from overlapkit.lane import Lane
