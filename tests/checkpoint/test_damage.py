@@ -346,6 +346,21 @@ def test_a_hostile_part_is_refused(run, case):
     assert (state["model"].weight == 5).all()
 
 
+def test_generators_that_cannot_be_set_are_told_before_anything_is_restored(run):
+    """Nor are they in the way of the rest: another version of torch may have another generator."""
+    rewrite(run, lambda part, files: part["rng"].update(torch="AAAA"))
+    state = value_state(5)
+    with Checkpointer(run) as checkpointer:
+        with pytest.raises(
+            DamagedCheckpoint, match="not states of random generators that can be set: use only="
+        ):
+            checkpointer.restore(state, 2)
+        assert (state["model"].weight == 5).all()
+        checkpointer.verify(2)
+        assert checkpointer.restore(state, 2, only=tuple(state)) == 2
+    assert (state["model"].weight == 2).all()
+
+
 def test_an_unknown_hash_is_refused(run, monkeypatch):
     monkeypatch.setattr("overlapkit.checkpoint.manifest.ALGORITHM", "md5")
     rewrite(run, lambda part, files: None)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.box import Box, tiles
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import DamagedCheckpoint
@@ -79,7 +78,7 @@ class Catalog:
         self.step = manifest.step
         self.world = manifest.world
         self.tensors: dict[str, Saved] = {}
-        self.rng: Any = None
+        self.rng: dict[str, Any] | None = None
         mine = rank if world == manifest.world else 0
         aliases: dict[str, str] = {}
         numbers: Collection[int] = range(manifest.world)
@@ -100,8 +99,8 @@ class Catalog:
                         with making_sense_of(path, f"an entry of {key!r}"):
                             _check_entry(entry)
                 if number == rank and part["rng"] is not None:
-                    rng.check(part["rng"])
-                    self.rng = part["rng"]
+                    self.rng = dict(part["rng"])
+                    decode(self.rng, _checked_name)
         for saved in self.tensors.values() if self.whole else ():
             boxes = [chunk.box for chunk in saved.chunks]
             if not tiles(boxes, Box.whole(saved.shape)):

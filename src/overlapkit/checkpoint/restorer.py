@@ -10,7 +10,7 @@ from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.catalog import Catalog
 from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
-from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
+from overlapkit.checkpoint.manifest import making_sense_of, read_manifest, step_folders, step_name
 from overlapkit.checkpoint.match import Plan, make_plan, writers_of
 from overlapkit.checkpoint.opening import check_step
 from overlapkit.checkpoint.placing import Values
@@ -118,6 +118,9 @@ class Restorer:
                 f"{manifest.folder} does not fit the state; only= restores some of its keys, strict=False "
                 f"what fits:{problems}"
             )
+        if only is None and catalog.rng is not None:
+            with making_sense_of(manifest.folder, "states of random generators that can be set: use only="):
+                rng.check(catalog.rng)
         nbytes = room(plan.wanted)
         loans.append(self._stager.borrow(nbytes))
         values = read_boxes(plan.wanted, loans[0].bytes(nbytes), self._helper, rank / world)
