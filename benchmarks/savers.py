@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ class Saver:
         """The optimizer's step, after whatever it must wait for."""
         self.state["optimizer"].step()
 
+    def waited(self) -> float:
+        """Seconds for which steps have waited for the last save, beyond its call."""
+        return 0.0
+
     def done(self) -> bool:
         """Whether the save is durable."""
         return True
@@ -70,7 +75,12 @@ class Ours(Saver):
 
     def save(self) -> None:
         super().save()
+        start = time.perf_counter()
         self.last = self.checkpointer.save(self.saves, self.state)
+        self.call_s = time.perf_counter() - start
+
+    def waited(self) -> float:
+        return max(0.0, self.last.stall_s - self.call_s)
 
     def done(self) -> bool:
         return self.last.committed.done()
@@ -129,18 +139,25 @@ class DcpStager(DcpThread):
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self.stager = DefaultStager(StagingOptions(False, False, True, False))
+        self.waited_s = 0.0
 
     def save(self) -> None:
         from torch.distributed import checkpoint
 
         self.saves += 1
+        self.waited_s = 0.0
         response: Any = checkpoint.async_save(self.dicts(), checkpoint_id=self.path, async_stager=self.stager)
         self.staged, self.future = response.staging_completion, response.upload_completion
 
     def step(self) -> None:
+        start = time.perf_counter()
         if self.saves:
             self.staged.result()
+        self.waited_s += time.perf_counter() - start
         super().step()
+
+    def waited(self) -> float:
+        return self.waited_s
 
     def close(self) -> None:
         self.stager.close()

@@ -41,7 +41,6 @@ class Setting:
         tensors: How many small ones.
         ranks: 1, or more under FSDP2.
         step_s: Seconds of a step without a save.
-        saves: How many saves are measured.
         folder: Where to.
         device: Where the tensors are, and where the steps compute.
     """
@@ -51,7 +50,6 @@ class Setting:
     tensors: int
     ranks: int
     step_s: float
-    saves: int
     folder: Path
     device: str
 
@@ -62,7 +60,7 @@ def sample(setting: Setting, name: str) -> dict[str, float]:
 
 
 def raw(setting: Setting) -> dict[str, float]:
-    """Seconds of writing, syncing and reading a file of the same size per rank, by plain calls."""
+    """Seconds of writing and syncing a file of the same size per rank, by plain calls."""
     return _in_ranks(setting, lambda folder: _raw(setting, folder))
 
 
@@ -106,26 +104,32 @@ def _measure(setting: Setting, name: str, folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     saver.prepare()
     found = {"prepare": time.perf_counter() - start}
-    stalls, exposed, durable = [], [], []
-    for _ in range(setting.saves):
-        usual = median(_timed(compute, saver) for _ in range(8))
-        start = time.perf_counter()
-        saver.save()
-        stall = time.perf_counter() - start
-        steps = [_timed(compute, saver)]
-        while not saver.done() or len(steps) < 5:
-            steps.append(_timed(compute, saver))
-        saver.wait()
-        stalls.append(stall)
-        exposed.append(stall + sum(steps) - usual * len(steps))
-        start = time.perf_counter()
-        saver.save()
-        saver.wait()
-        durable.append(time.perf_counter() - start)
-    found |= {"first": stalls[0], "stall": median(stalls[1:] or stalls), "exposed": median(exposed)}
-    found |= {"durable": median(durable), "memory": float(_peak() - base)}
+    found["first"], found["first exposed"] = _exposed(compute, saver)
+    found["stall"], found["exposed"] = _exposed(compute, saver)  # what every later save costs
+    found["durable"] = _until_durable(saver)
+    found["memory"] = float(_peak() - base)
     saver.close()
     return found
+
+
+def _exposed(compute: Callable[[], None], saver: Saver) -> tuple[float, float]:
+    """Seconds of a save's stall, and of all that it cost the training; faster steps are no gain of its."""
+    usual = median(_timed(compute, saver) for _ in range(6))
+    start = time.perf_counter()
+    saver.save()
+    stall = time.perf_counter() - start
+    steps = [_timed(compute, saver)]
+    while not saver.done() or len(steps) < 5:
+        steps.append(_timed(compute, saver))
+    saver.wait()
+    return stall + saver.waited(), stall + max(0.0, sum(steps) - usual * len(steps))
+
+
+def _until_durable(saver: Saver) -> float:
+    start = time.perf_counter()
+    saver.save()
+    saver.wait()
+    return time.perf_counter() - start
 
 
 def _work(setting: Setting) -> Callable[[], None]:
@@ -161,19 +165,17 @@ def _raw(setting: Setting, folder: Path) -> dict[str, float]:
     torch.frombuffer(pages, dtype=torch.uint8).fill_(7)
     memory = memoryview(pages)
     path = folder / f"raw-{os.getpid()}"
-    found: dict[str, list[float]] = {"write": [], "direct": [], "read": []}
-    for _ in range(setting.saves):
-        for key, flag in (("write", 0), ("direct", getattr(os, "O_DIRECT", 0))):
-            path.unlink(missing_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o666)
-            start = time.perf_counter()
-            for at in range(0, size, PIECE):
-                os.write(fd, memory[at : at + PIECE])
-            os.fsync(fd)
-            found[key].append(time.perf_counter() - start)
-            os.close(fd)
-        found["read"].append(_read(path, size))
-    return {key: median(values) for key, values in found.items()}
+    found: dict[str, float] = {}
+    for key, flag in (("write", 0), ("direct", getattr(os, "O_DIRECT", 0))):
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o666)
+        start = time.perf_counter()
+        for at in range(0, size, PIECE):
+            os.write(fd, memory[at : at + PIECE])
+        os.fsync(fd)
+        found[key] = time.perf_counter() - start
+        os.close(fd)
+    return found
 
 
 def _read(path: Path, size: int) -> float:
@@ -198,21 +200,19 @@ def _load(setting: Setting, folder: Path) -> dict[str, float]:
     dicts = {key: item.state_dict() for key, item in state.items()}
     checkpoint.save(dicts, checkpoint_id=folder / "dcp")
     mine = folder / "ours" / "step-1" / f"rank-{dist.get_rank():05d}.safetensors"
-    found: dict[str, list[float]] = {"load": [], "dcp": [], "read": [], "again": []}
-    for _ in range(setting.saves):
-        found["read"].append(_read(mine, mine.stat().st_size))
-        _drop(folder)
-        with Checkpointer(folder / "ours") as checkpointer:
-            for key in ("load", "again"):
-                _drop(folder)
-                start = time.perf_counter()
-                checkpointer.restore(state)
-                found[key].append(time.perf_counter() - start)
-        _drop(folder)
-        start = time.perf_counter()
-        checkpoint.load(dicts, checkpoint_id=folder / "dcp")
-        found["dcp"].append(time.perf_counter() - start)
-    return {key: median(values) for key, values in found.items()}
+    _drop(folder)
+    found = {"read": _read(mine, mine.stat().st_size)}
+    with Checkpointer(folder / "ours") as checkpointer:
+        for key in ("load", "again"):
+            _drop(folder)
+            start = time.perf_counter()
+            checkpointer.restore(state)
+            found[key] = time.perf_counter() - start
+    _drop(folder)
+    start = time.perf_counter()
+    checkpoint.load(dicts, checkpoint_id=folder / "dcp")
+    found["dcp"] = time.perf_counter() - start
+    return found
 
 
 def _drop(folder: Path) -> None:

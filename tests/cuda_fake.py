@@ -389,8 +389,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
             machine.access("host", machine.host, memory, write=True)
         return 0
 
-    def take(ring: PinnedRing, nbytes: int) -> Any:
-        buffer = plain_take(ring, nbytes)
+    def take(ring: PinnedRing, nbytes: int, **options: Any) -> Any:
+        buffer = plain_take(ring, nbytes, **options)
         whole = buffer.bytes(1)
         machine.lent[whole.data_ptr()] = whole.untyped_storage()._cdata
         machine.access("host", machine.host, machine.memory_of(whole), write=True)

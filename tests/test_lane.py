@@ -451,3 +451,23 @@ def test_a_real_cuda_lane_orders_both_ways() -> None:
             ticket.order()
             y = x + 1
             assert bool((y == 4).all())
+
+
+def test_an_interrupt_while_the_thread_is_started_leaves_a_lane_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with Lane("test", kind="thread") as lane:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                lane.submit(lambda: 1)
+        assert lane.submit(lambda: 2).wait(20) == 2
+    lane = Lane("test", kind="thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lane.submit(lambda: 1)
+    lane.close()  # there is no thread to join

@@ -3,6 +3,7 @@
 import gc
 import mmap
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -149,10 +150,10 @@ def test_two_threads_that_take_at_once_get_two_buffers(monkeypatch: pytest.Monke
     making, go_on = threading.Event(), threading.Event()
     real = pinned._map_pages
 
-    def slow(nbytes: int, pin: bool) -> torch.Tensor:
+    def slow(*args: Any) -> torch.Tensor:
         making.set()
         assert go_on.wait(20)
-        return real(nbytes, pin)
+        return real(*args)
 
     with PinnedRing(2, pin=False) as ring, Lane("other", kind="thread") as lane:
         with monkeypatch.context() as patch:
@@ -174,7 +175,7 @@ def test_two_threads_that_take_at_once_get_two_buffers(monkeypatch: pytest.Monke
 def test_memory_that_cannot_be_had_leaves_the_ring_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     with PinnedRing(1, pin=False) as ring:
         with monkeypatch.context() as patch:
-            patch.setattr(pinned, "_map_pages", lambda nbytes, pin: 1 / 0)
+            patch.setattr(pinned, "_map_pages", lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 ring.take(100)
         ring.take(100).give_back()

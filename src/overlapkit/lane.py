@@ -314,16 +314,17 @@ class Lane:
 
     def _worker_inbox(self) -> "queue.SimpleQueue[Callable[[], None] | None]":
         if self._inbox is None:
-            self._inbox = queue.SimpleQueue()
-            self._thread = threading.Thread(
+            inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            thread = threading.Thread(
                 target=_work,
-                args=(self._inbox, torch.get_num_threads()),
+                args=(inbox, torch.get_num_threads()),
                 name=f"overlapkit-{self.name}",
                 daemon=True,
             )
-            weakref.finalize(self, self._inbox.put, None).atexit = False  # a forgotten lane ends its thread
+            weakref.finalize(self, inbox.put, None).atexit = False  # a forgotten lane ends its thread
             _lanes.add(self)
-            self._thread.start()
+            thread.start()  # when a signal's handler raises in it, the lane has none yet, and makes another
+            self._inbox, self._thread = inbox, thread
         return self._inbox
 
     def _timed(self, run: Callable[[], None], name: str | None, bytes: int | None) -> Callable[[], None]:

@@ -24,11 +24,12 @@ class _Pages(mmap.mmap):
     """Anonymous memory. A subclass, because only a subclass tells its finalizers before it is unmapped."""
 
 
-def _map_pages(nbytes: int, pin: bool) -> torch.Tensor:
+def _map_pages(nbytes: int, pin: bool, present: bool = True) -> torch.Tensor:
     """`nbytes` of zeroed memory as a uint8 tensor, pages present: faulting them in later costs 20 copies."""
     pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    memory.zero_()  # MAP_POPULATE would fault the pages in, too, but under the interpreter's lock
+    if present or pin:
+        memory.zero_()  # MAP_POPULATE would fault the pages in, too, but under the interpreter's lock
     if pin:
         pages.madvise(mmap.MADV_DONTFORK)  # a fork would make a copy on write of what the GPU reads
         runtime: Any = torch.cuda.cudart()
@@ -90,8 +91,12 @@ class PinnedRing:
         """Bytes held by all buffers."""
         return sum(slot.nbytes for slot in self._slots)
 
-    def take(self, nbytes: int) -> PinnedBuffer:
+    def take(self, nbytes: int, *, present: bool = True) -> PinnedBuffer:
         """Borrow a buffer of at least `nbytes`, after the work that last used it is done.
+
+        Args:
+            nbytes: Its least size.
+            present: Touch the pages of new memory. Not where a file is read into it at once, which does that.
 
         Raises:
             RuntimeError: All buffers are on loan (the ring cannot know when one will come back).
@@ -106,7 +111,7 @@ class PinnedRing:
                 buffer._busy = None
             if buffer._memory is None or buffer.nbytes < nbytes:
                 buffer._memory = None  # freed first: growing must not hold both
-                buffer._memory = _map_pages(_round_to_pages(nbytes), self._pin)
+                buffer._memory = _map_pages(_round_to_pages(nbytes), self._pin, present)
         except BaseException:
             self._free.appendleft(buffer)
             raise

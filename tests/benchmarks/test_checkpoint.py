@@ -29,7 +29,7 @@ def test_a_short_run_reports_every_figure(tmp_path: Path) -> None:
     figures = run(tmp_path, "--only", *peers)
     for kind in ("large", "small"):
         where = f"{kind}, 1 rank: "
-        for title in ("stall, first save", "stall", "prewarming, in restore()"):
+        for title in ("stall, first save", "stall", "prewarming, ours"):
             assert figures[where + title]["value"] > 0
         for peer in peers:
             for title in ("stall", "until durable"):

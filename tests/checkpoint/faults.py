@@ -75,13 +75,13 @@ def full_disk() -> None:
     raise OSError(28, "No space left on device")
 
 
-def in_child(fn: Callable[[], None]) -> int:
+def in_child(fn: Callable[[], None], limit: float = 30) -> int:
     """Run something in a forked child; its exit code (-9 when killed)."""
     process = multiprocessing.get_context("fork").Process(target=_single_threaded, args=(fn,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads: done on purpose
         process.start()
-    process.join(30)
+    process.join(limit)
     assert process.exitcode is not None, "the child hangs"
     return process.exitcode
 

@@ -1,10 +1,11 @@
 """Boxes against brute force over every element."""
 
 import itertools
+import random
 
 import torch
 
-from overlapkit.checkpoint.box import Box
+from overlapkit.checkpoint.box import Box, tiles
 
 
 def cells(box):
@@ -30,3 +31,54 @@ def test_a_scalar_has_one_element():
     scalar = Box.whole(())
     assert scalar.numel == 1
     assert scalar.meet(scalar) == scalar
+
+
+def test_tiling_is_to_cover_each_cell_once():
+    rng = random.Random(1)
+    whole = Box((1, 2), (3, 4))
+    seen = set()
+    for _ in range(4000):
+        boxes = [cut(rng, whole) for _ in range(rng.randrange(1, 4))]
+        if rng.random() < 0.8:  # mostly such as nearly do
+            boxes = list(split(rng, whole, 3))
+            if rng.random() < 0.4:
+                boxes[rng.randrange(len(boxes))] = cut(rng, rng.choice([whole, Box((0, 0), (9, 9))]))
+        rng.shuffle(boxes)
+        covered = [cell for box in boxes for cell in cells(box)]
+        truth = sorted(covered) == sorted(cells(whole))
+        assert tiles(boxes, whole) == truth, boxes
+        seen.add((truth, len(boxes) > 2))
+    assert len(seen) == 4
+
+
+def test_tiling_of_nothing_and_of_a_scalar():
+    empty = Box((0, 0), (0, 5))
+    assert tiles([], empty)
+    assert tiles([empty, empty], empty)
+    assert not tiles([Box((0, 0), (1, 5))], empty)
+    scalar = Box.whole(())
+    assert tiles([scalar], scalar)
+    assert not tiles([], scalar)
+    assert not tiles([scalar, scalar], scalar)
+
+
+def cut(rng, box):
+    sides = [
+        sorted(rng.choices(range(a, a + n + 1), k=2)) for a, n in zip(box.offset, box.shape, strict=True)
+    ]
+    return Box(tuple(a for a, _ in sides), tuple(b - a for a, b in sides))
+
+
+def split(rng, box, depth):
+    """A box cut in two, again and again: not always a grid."""
+    side = rng.randrange(len(box.shape))
+    if depth == 0 or box.shape[side] < 2:
+        return [box]
+    at = rng.randrange(1, box.shape[side])
+    first, second = list(box.shape), list(box.shape)
+    first[side], second[side] = at, box.shape[side] - at
+    offset = list(box.offset)
+    offset[side] += at
+    return split(rng, Box(box.offset, tuple(first)), depth - 1) + split(
+        rng, Box(tuple(offset), tuple(second)), depth - 1
+    )

@@ -1,16 +1,21 @@
 """Flipped bits, truncated, missing, swapped and hostile files: found, named, and never loaded."""
 
+import itertools
 import json
+import re
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
-from overlapkit.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
+from overlapkit.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint, verify
 from overlapkit.checkpoint.hashing import ALGORITHM, checksum
 from overlapkit.checkpoint.manifest import manifest_bytes, read_manifest
 from overlapkit.checkpoint.writer import VERSION
 from tests.checkpoint.faults import read_value, value_state
+from tests.ranks import run_ranks
 
 FILES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors")
 
@@ -93,6 +98,120 @@ def test_a_flipped_bit_anywhere_is_found(run, file):
                 continue  # a blank that became another blank
             with pytest.raises(DamagedCheckpoint, match=file):
                 checkpointer.verify(2)
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory):
+    """The same in two runs whose values differ, written by two ranks in blocks of 64 bytes."""
+    folder = tmp_path_factory.mktemp("two")
+
+    def save(rank):
+        for run, shift in (("run", 0), ("other", 10)):
+            with Checkpointer(folder / run) as checkpointer:
+                for step in (1, 2):
+                    state = value_state(step + shift)
+                    state["own"] = torch.full((50,), step + shift + rank / 2)
+                    checkpointer.save(step, state, block=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("fileplan", "writer"):
+            patch.setattr(f"overlapkit.checkpoint.{module}.BLOCK", 64)
+        run_ranks(2, save)
+    return folder
+
+
+@pytest.fixture
+def two(of_two_ranks, tmp_path):
+    return shutil.copytree(of_two_ranks, tmp_path / "two")
+
+
+ALL_FILES = (
+    "manifest.json",
+    *(f"rank-0000{rank}.{suffix}" for rank in (0, 1) for suffix in ("json", "safetensors")),
+)
+
+
+OF_THE_OTHER = dict(zip(ALL_FILES[1:], ALL_FILES[3:] + ALL_FILES[1:3], strict=True))
+
+
+def regions(name, data):
+    """A byte of every region: each token of JSON, the header's length and padding, both ends of a block."""
+    length = 8 + int.from_bytes(data[:8], "little") if name.endswith("safetensors") else len(data)
+    text = data[:length].decode("latin1")
+    tokens = [match.start() for match in re.finditer(r'"[^"]*"|-?[\d.e+-]+|[\[\]{}:,]|\w+| +', text)]
+    found = set(tokens[:400]) | set(tokens[400::29])  # a generator's state is thousands of numbers
+    for block in range(length, len(data), 64):
+        found |= {block, min(block + 63, len(data) - 1)}
+    return sorted(found | set(range(min(8, len(data)))) | {length - 1, len(data) - 1})
+
+
+def loads_nothing_but_step_1(run):
+    """Step 2 is refused, or no byte of it that a restore takes was touched."""
+    state = value_state(-1)
+    with Checkpointer(run) as checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        at = checkpointer.restore(state, only=tuple(state))
+    assert state["n"] == at
+    assert {n for p in state["model"].parameters() for n in p.flatten().tolist()} == {at}
+    assert set(state["t"].tolist()) == {at}
+    return at == 1
+
+
+@pytest.mark.parametrize("file", ALL_FILES)
+def test_a_flipped_bit_in_every_region_of_every_file(two, file):
+    run = two / "run"
+    path = run / "step-2" / file
+    data = path.read_bytes()
+    refused = 0
+    for at in regions(file, data):
+        for bit in range(8) if at < 8 else (at % 8,):
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << bit
+            path.write_bytes(flipped)
+            with pytest.raises(DamagedCheckpoint, match=file):
+                verify(run, 2)
+            if at % 7 == 0:
+                refused += loads_nothing_but_step_1(run)
+    assert refused > 5 or "safetensors" in file
+
+
+@pytest.mark.parametrize("file", ALL_FILES)
+def test_every_length_but_its_own(two, file):
+    run = two / "run"
+    path = run / "step-2" / file
+    data = path.read_bytes()
+    lengths = {*range(0, len(data), max(1, len(data) // 50)), len(data) - 1, len(data) + 1, 2 * len(data)}
+    for length in sorted(lengths - {len(data)}):
+        path.write_bytes((2 * data)[:length])
+        with pytest.raises(DamagedCheckpoint, match=file):
+            verify(run, 2)
+        assert loads_nothing_but_step_1(run)
+
+
+def test_every_file_swapped_for_every_other(two):
+    """Those of another step, another rank and another run with the same names and sizes; one, or a pair."""
+    run = two / "run"
+    sources = [run / "step-1", run / "step-2", two / "other" / "step-2"]
+    sound = shutil.copytree(run / "step-2", two / "sound")
+    kinds = [(name,) for name in ALL_FILES] + [
+        (f"rank-0000{r}.json", f"rank-0000{r}.safetensors") for r in (0, 1)
+    ]
+    swaps = 0
+    for source, names, of in itertools.product(sources, kinds, ("the same", "the other rank")):
+        taken = names if of == "the same" else [OF_THE_OTHER.get(name, name) for name in names]
+        pairs = [(source / theirs, run / "step-2" / ours) for theirs, ours in zip(taken, names, strict=True)]
+        if all(theirs.read_bytes() == (sound / ours.name).read_bytes() for theirs, ours in pairs):
+            continue
+        for theirs, ours in pairs:
+            ours.write_bytes(theirs.read_bytes())
+        with pytest.raises(DamagedCheckpoint):
+            verify(run, 2)
+        loads_nothing_but_step_1(run)  # or step 2, where only what is rank 1's own was swapped
+        swaps += 1
+        for name in ALL_FILES:
+            shutil.copy(sound / name, run / "step-2" / name)
+    assert swaps >= 25
+    assert not loads_nothing_but_step_1(run)
 
 
 def test_a_flipped_bit_in_a_tensor_is_named_and_never_loaded(run):
@@ -225,6 +344,21 @@ def test_a_hostile_part_is_refused(run, case):
     assert "checksum differs" not in str(caught.value)  # it is refused for what it says
     assert state["n"] == 5
     assert (state["model"].weight == 5).all()
+
+
+def test_generators_that_cannot_be_set_are_told_before_anything_is_restored(run):
+    """Nor are they in the way of the rest: another version of torch may have another generator."""
+    rewrite(run, lambda part, files: part["rng"].update(torch="AAAA"))
+    state = value_state(5)
+    with Checkpointer(run) as checkpointer:
+        with pytest.raises(
+            DamagedCheckpoint, match="not states of random generators that can be set: use only="
+        ):
+            checkpointer.restore(state, 2)
+        assert (state["model"].weight == 5).all()
+        checkpointer.verify(2)
+        assert checkpointer.restore(state, 2, only=tuple(state)) == 2
+    assert (state["model"].weight == 2).all()
 
 
 def test_an_unknown_hash_is_refused(run, monkeypatch):

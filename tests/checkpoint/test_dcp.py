@@ -23,7 +23,7 @@ from overlapkit.checkpoint import (
     SafetensorsWriter,
 )
 from overlapkit.checkpoint.disk import Disk
-from overlapkit.checkpoint.layout import DTYPES
+from overlapkit.checkpoint.pieces import DTYPES
 from tests.checkpoint.faults import Faulty
 from tests.ranks import one_rank_group
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from overlapkit.checkpoint import Checkpointer, DamagedCheckpoint, diff
-from overlapkit.checkpoint.layout import DTYPES
+from overlapkit.checkpoint.pieces import DTYPES
 from overlapkit.checkpoint.reader import Reader
 from tests.checkpoint.test_distributed import sharded
 from tests.ranks import run_ranks

@@ -120,3 +120,39 @@ def test_what_is_in_no_file_is_an_error(tmp_path, helper):
     wanted = {"x": (saved, Box.whole((6, 10)))}
     with pytest.raises(DamagedCheckpoint, match=r"\d+ of 60 elements"):
         read_boxes(wanted, torch.zeros(room(wanted), dtype=torch.uint8), helper)
+
+
+def test_few_files_are_open_however_many_ranks_wrote(tmp_path, monkeypatch, helper):
+    monkeypatch.setattr("overlapkit.checkpoint.reader._FILES", 5)
+    value = torch.arange(400.0).view(100, 4)
+    saved = Saved("x", value.dtype, (100, 4), True, "cpu", [])
+    for row in range(100):
+        data = bytes(value[row].view(torch.uint8).numpy())
+        (tmp_path / f"file-{row}").write_bytes(data)
+        box = Box((row, 0), (1, 4))
+        chunk = Chunk(tmp_path / f"file-{row}", box, 0, 16, BLOCK, "xxh3_128", [HASHES["xxh3_128"](data)])
+        saved.chunks.append(chunk)
+    before, most = len(os.listdir("/proc/self/fd")), []
+    real = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda *args: most.append(len(os.listdir("/proc/self/fd"))) or real(*args)
+    )
+    for box in (Box.whole((100, 4)), Box((3, 1), (90, 2))):  # rows, and columns
+        wanted = {"x": (saved, box)}
+        found = read_boxes(wanted, torch.zeros(room(wanted), dtype=torch.uint8), helper)["x"]
+        assert torch.equal(found, value[box.inside(Box.whole((100, 4)))])
+    assert len(most) > 100
+    assert max(most) <= before + 2 * 5 + 2  # two threads, and two that are listing this folder
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_box_twice_in_the_files_is_an_error(tmp_path, helper):
+    """Also where as many elements as are wanted are found: some are missing then."""
+    value = torch.arange(60.0).view(6, 10)
+    saved = write(tmp_path, value, random.Random(5))
+    halves = [Box((0, 0), (3, 10)), Box((0, 0), (3, 10))]
+    chunk = saved.chunks[0]
+    saved.chunks = [Chunk(chunk.path, box, 0, 120, BLOCK, chunk.hash, ["", ""]) for box in halves]
+    wanted = {"x": (saved, Box.whole((6, 10)))}
+    with pytest.raises(DamagedCheckpoint, match="60 of 60 elements.*or some twice"):
+        read_boxes(wanted, torch.zeros(room(wanted), dtype=torch.uint8), helper)

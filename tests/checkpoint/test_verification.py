@@ -108,7 +108,8 @@ def test_an_unreadable_file_is_damage(blocks, monkeypatch):
         patch.setattr("overlapkit.checkpoint.reader.os.preadv", broken)
         places = damage(path.parent).damage
     assert [(p.tensor, p.start, p.stop) for p in places] == [
-        (name, at, at + 10 * BLOCK) for name, at in start.items()
+        (None, None, None),  # its header
+        *((name, at, at + 10 * BLOCK) for name, at in start.items()),
     ]
     assert "Input/output error" in places[0].what
 
@@ -136,5 +137,5 @@ def test_half_an_optimizer_is_damage(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(2, {"opt": torch.optim.SGD(model.parameters()), "model": model}, block=True)
     rewrite(tmp_path, lambda part, files: part["state"]["opt"].update(value={"state": {}}))
-    with pytest.raises(DamagedCheckpoint, match="'opt' contradicts itself"):
+    with pytest.raises(DamagedCheckpoint, match="not an entry of 'opt'"):
         describe(tmp_path)

@@ -4,6 +4,7 @@ Both follow from the mesh coordinates of a DTensor alone. There are no collectiv
 """
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,38 @@ class Box(NamedTuple):
         """The slices that cut this box out of a tensor that holds `outer`."""
         starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(a, a + n) for a, n in zip(starts, self.shape, strict=True))
+
+
+def tiles(boxes: Sequence[Box], whole: Box) -> bool:
+    """Whether boxes make up a whole: each element of it is in one of them, and in no other."""
+    filled = [box for box in boxes if box.numel]
+    if len(filled) < 2 or not whole.numel:
+        return filled == ([whole] if whole.numel else [])
+    if sum(box.numel for box in filled) != whole.numel or any(box.meet(whole) != box for box in filled):
+        return False
+    spans = [sorted(set(zip(*sides, strict=True))) for sides in _sides(filled)]
+    if all(map(_in_a_row, spans)) and len(set(filled)) == len(filled) == math.prod(map(len, spans)):
+        return True  # a grid, as sharding makes it: no two need be compared
+    most = max(range(len(spans)), key=lambda dimension: len(spans[dimension]))
+    filled.sort(key=lambda box: box.offset[most])
+    for place, box in enumerate(filled):
+        end = box.offset[most] + box.shape[most]
+        for other in itertools.islice(filled, place + 1, None):
+            if other.offset[most] >= end:
+                break
+            if box.meet(other) is not None:
+                return False
+    return True
+
+
+def _sides(boxes: Sequence[Box]) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """For each dimension, all boxes' offsets and all their lengths."""
+    offsets, shapes = zip(*boxes, strict=True)
+    return list(zip(zip(*offsets, strict=True), zip(*shapes, strict=True), strict=True))
+
+
+def _in_a_row(spans: list[tuple[int, int]]) -> bool:
+    return all(a + n == b for (a, n), (b, _) in itertools.pairwise(spans))
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":

@@ -1,5 +1,6 @@
 """Catalog: what a checkpoint holds for one rank, and where, as its parts say; all of that is checked."""
 
+import itertools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -8,14 +9,16 @@ from typing import Any
 
 import torch
 
-from overlapkit.checkpoint.box import Box
+from overlapkit.checkpoint.box import Box, tiles
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.hashing import WIDTH
-from overlapkit.checkpoint.layout import DTYPES
-from overlapkit.checkpoint.manifest import Manifest
+from overlapkit.checkpoint.manifest import Manifest, making_sense_of
+from overlapkit.checkpoint.pieces import DTYPES
 
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+_KINDS = ("module", "optimizer", "object", "tensor", "value", "tree")
+_ADDRESSABLE = 1 << 60  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Catalog:
         self.step = manifest.step
         self.world = manifest.world
         self.tensors: dict[str, Saved] = {}
-        self.rng: Any = None
+        self.rng: dict[str, Any] | None = None
         mine = rank if world == manifest.world else 0
         aliases: dict[str, str] = {}
         numbers: Collection[int] = range(manifest.world)
@@ -85,24 +88,25 @@ class Catalog:
         for number in numbers:
             part = manifest.part(number)
             path = manifest.folder / f"rank-{number:05d}.json"
-            try:
+            with making_sense_of(path, "a part"):
                 for saved, own in saved_tensors(part, manifest, path):
                     if number == mine or not own:
                         self._merge(saved, path)
-                aliases |= {name: e["alias"] for name, e in part["tensors"].items() if "alias" in e}
+                aliases |= {name: str(e["alias"]) for name, e in part["tensors"].items() if "alias" in e}
                 if number == mine:
                     self.entries: dict[str, dict[str, Any]] = part["state"]
-                    decode([entry["value"] for entry in self.entries.values()], self.tensors.get)
-                if number == rank:
-                    self.rng = part["rng"]
-                    decode(self.rng, self.tensors.get)
-            except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-                raise DamagedCheckpoint(f"{path}: not a part ({type(error).__name__}: {error})") from error
+                    for key, entry in self.entries.items():
+                        with making_sense_of(path, f"an entry of {key!r}"):
+                            _check_entry(entry)
+                if number == rank and part["rng"] is not None:
+                    self.rng = dict(part["rng"])
+                    decode(self.rng, _checked_name)
         for saved in self.tensors.values() if self.whole else ():
-            found, whole = sum(chunk.box.numel for chunk in saved.chunks), math.prod(saved.shape)
-            if found != whole:
+            boxes = [chunk.box for chunk in saved.chunks]
+            if not tiles(boxes, Box.whole(saved.shape)):
+                found, whole = sum(box.numel for box in boxes), math.prod(saved.shape)
                 raise DamagedCheckpoint(
-                    f"{manifest.folder}: holds {found} of {whole} elements of {saved.name!r}"
+                    f"{manifest.folder}: holds {found} of {whole} elements of {saved.name!r}, or some twice"
                 )
         for name, first in aliases.items():
             if first not in self.tensors:
@@ -117,7 +121,7 @@ class Catalog:
         """Whether all that is wanted is in the parts that were read."""
         for saved, box in wanted.values():
             boxes = (chunk.box if chunk.box == box else box.meet(chunk.box) for chunk in saved.chunks)
-            if box.numel and sum(both.numel for both in boxes if both is not None) != box.numel:
+            if not tiles([both for both in boxes if both is not None], box):
                 return False
         return True
 
@@ -132,50 +136,129 @@ class Catalog:
         known.chunks += saved.chunks
 
 
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A rank's file of tensors, as its part describes it.
+
+    Attributes:
+        path: Beside the part.
+        nbytes: Its length.
+        header: Where its tensors' data begins.
+        block: Bytes under one checksum.
+        hash: The algorithm of the checksums.
+        header_sum: That of the header.
+        sums: Those of all blocks in a row; version 1 has them in each tensor's entry.
+    """
+
+    path: Path
+    nbytes: int
+    header: int
+    block: int
+    hash: str
+    header_sum: Any
+    sums: str
+
+
+def data_file(part: dict[str, Any], manifest: Manifest, path: Path) -> DataFile | None:
+    """The file of tensors that belongs to a part; None where it needs none.
+
+    Raises:
+        DamagedCheckpoint: The part contradicts itself, or the manifest.
+        Exception: It is no part.
+    """
+    file, block, beside = part["file"], part["block"], path.with_suffix(".safetensors")
+    if file is None:
+        return None
+    nbytes, header, sums = manifest.files[beside.name]["bytes"], file["header"], file.get("sums", "")
+    sound = (
+        file["name"] == beside.name
+        and type(header) is type(block) is int
+        and 0 < header <= nbytes
+        and block > 0
+        and block % 8 == 0  # what begins with a block is aligned, whatever its dtype
+        and type(sums) is str
+    )
+    if not sound:
+        raise DamagedCheckpoint(f"{path}: what it says of its file of tensors contradicts itself")
+    return DataFile(beside, nbytes, header, block, manifest.hash, file[manifest.hash], sums)
+
+
 def saved_tensors(part: dict[str, Any], manifest: Manifest, path: Path) -> Iterator[tuple[Saved, bool]]:
-    """The tensors that one part lists, and whether each is the rank's own."""
-    data = path.with_suffix(".safetensors")
+    """The tensors that one part lists, and whether each is the rank's own.
+
+    A part's word alone opens and allocates nothing: places and shapes are checked here.
+
+    Raises:
+        DamagedCheckpoint: The part contradicts itself, or the manifest.
+        Exception: It is no part.
+    """
+    file = data_file(part, manifest, path)
+    spans = []
     for name, entry in part["tensors"].items():
         if "alias" not in entry:
             dtype, shape = _DTYPE_OF[entry["dtype"]], tuple(entry["shape"])
             saved = Saved(name, dtype, shape, entry["sharded"], entry["device"], [])
-            saved.chunks.append(_chunk(entry, saved, part, manifest, data))
+            chunk = None if file is None else _chunk(entry, saved, file)
+            if chunk is None:
+                raise DamagedCheckpoint(f"{path}: the entry of {name!r} contradicts itself")
+            saved.chunks.append(chunk)
+            if chunk.nbytes:
+                spans.append((chunk.start, chunk.start + chunk.nbytes))
             yield saved, entry["own"]
+    spans.sort()
+    if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+        raise DamagedCheckpoint(f"{path}: two of its tensors share bytes of their file")
 
 
-def _chunk(
-    entry: dict[str, Any], saved: Saved, part: dict[str, Any], manifest: Manifest, data: Path
-) -> Chunk:
-    """A chunk whose place and shape have been checked: a part's word alone opens and allocates nothing."""
-    file, block, hash = part["file"], part["block"], manifest.hash
-    box = Box(tuple(entry["offset"]), tuple(entry["local"]))
-    nbytes = box.numel * saved.dtype.itemsize
-    start = file["header"] + entry["at"]
-    sums = _sums(entry, file, -(-nbytes // block)) if block > 0 <= nbytes else []
-    sound = (
-        file["name"] == data.name
-        and len(box.offset) == len(box.shape) == len(saved.shape)
+def _chunk(entry: dict[str, Any], saved: Saved, file: DataFile) -> Chunk | None:
+    """Where a tensor's data is; None where that makes no sense."""
+    box, at, shape = Box(tuple(entry["offset"]), tuple(entry["local"])), entry["at"], saved.shape
+    if set(map(type, (at, *shape, *box.offset, *box.shape))) != {int} or not (
+        len(box.offset) == len(box.shape) == len(shape)
         and all(
             min(a, n) >= 0 and a + n <= whole
-            for a, n, whole in zip(box.offset, box.shape, saved.shape, strict=True)
+            for a, n, whole in zip(box.offset, box.shape, shape, strict=True)
         )
-        and file["header"] <= start
-        and start + nbytes <= manifest.files[data.name]["bytes"]
-        and block > 0
-        and block % 8 == 0  # what begins with a block is aligned, whatever its dtype
-        and len(sums) == -(-nbytes // block)
-    )
-    if not sound:
-        part_path = data.with_suffix(".json")
-        raise DamagedCheckpoint(f"{part_path}: the entry of {saved.name!r} contradicts itself")
-    return Chunk(data, box, start, nbytes, block, hash, sums)
+        and math.prod(n or 1 for n in shape) < _ADDRESSABLE  # of an empty tensor, too
+        and type(entry["own"]) is type(saved.sharded) is bool
+        and type(saved.device) is str
+    ):
+        return None
+    nbytes, start = box.numel * saved.dtype.itemsize, file.header + at
+    if at < 0 or start + nbytes > file.nbytes:
+        return None
+    blocks = -(-nbytes // file.block)
+    sums = _sums(entry, file, blocks)
+    if len(sums) != blocks:
+        return None
+    return Chunk(file.path, box, start, nbytes, file.block, file.hash, sums)
 
 
-def _sums(entry: dict[str, Any], file: dict[str, Any], blocks: int) -> list[Any]:
+def _sums(entry: dict[str, Any], file: DataFile, blocks: int) -> list[Any]:
     """The checksums of an entry: those of version 1 stand in it, others in a row for the whole file."""
     if "crc32" in entry:
         return list(entry["crc32"])
-    first, row = entry["sum"], file["sums"]
+    first, row = entry["sum"], file.sums
     if first < 0 or (first + blocks) * WIDTH > len(row):
         return []
     return [row[place * WIDTH : (place + 1) * WIDTH] for place in range(first, first + blocks)]
+
+
+def _check_entry(entry: dict[str, Any]) -> None:
+    """Raise where an entry of a state is none: a restore that had begun would fail half-way."""
+    if entry["kind"] not in _KINDS:
+        raise ValueError(f"{entry['kind']!r} is no kind of entry")
+    value = decode(entry["value"], _checked_name)
+    if entry["kind"] == "module":
+        dict.items(value)
+    if entry["kind"] == "optimizer":
+        names = [name for group in value["rest"]["param_groups"] for name in group["params"]]
+        if unknown := value["state"].keys() - set(names):
+            raise ValueError(f"a state of {min(map(str, unknown))}, which no group has")
+        if not all(isinstance(moments, dict) for moments in value["state"].values()):
+            raise TypeError("the state of a parameter is no dict")
+
+
+def _checked_name(name: str) -> None:
+    if type(name) is not str:
+        raise TypeError(f"{name!r} is no name of a tensor")

@@ -62,10 +62,10 @@ class Checkpointer(Shelf, Preemptible):
           only until `Save.staged` is done: a change that moves the tensor's version counter fails the save.
           Changes through `.data` or by kernels of your own move none, and go unseen; and so does one to a
           single tensor of an optimizer's state, right after a save of hundreds of them (see late.py).
-        * A save takes the state apart only where it has other tensors than at the save before. Memory for
-          the copies is made and touched by `restore`, else by the first `save` that is not due, else by the
-          first that is, beside the step: fresh pages cost twenty times the copy, and a save is on the
-          critical path. It is the size of this rank's share, times `in_flight`.
+        * A save takes the state apart only where it has other tensors than at the save before. That, the
+          threads, and memory for the copies are made by `restore`, else by the first `save` that is not due,
+          else by the first that is: fresh pages cost twenty times the copy, and a save is on the critical
+          path. Memory is touched beside the step then; it is this rank's share, times `in_flight`.
         * Everything else is copied before `save` returns; so are parameters of an optimizer that is
           capturable or runs in backward, whose steps pass no hook.
         * At most `in_flight` saves are in memory, each once.
@@ -216,7 +216,7 @@ class Checkpointer(Shelf, Preemptible):
         if self._restorer.read_all:
             self._deletion.read_whole(restored)
         if only is None:
-            self._stager.prewarm(self._planner.take(state))
+            self._saver.prewarm(state, beside=False)
         return restored
 
     def wait(self) -> None:

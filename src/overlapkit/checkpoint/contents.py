@@ -12,7 +12,7 @@ from overlapkit.checkpoint.catalog import Catalog, Saved, saved_tensors
 from overlapkit.checkpoint.codec import decode, join, root, tensor_names
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
-from overlapkit.checkpoint.manifest import Manifest, read_manifest
+from overlapkit.checkpoint.manifest import Manifest, making_sense_of, read_manifest
 
 _PAIRS = ("dict", "Counter", "OrderedDict")  # typed JSON's mappings that are kept as pairs
 
@@ -115,14 +115,12 @@ def own_share(manifest: Manifest, rank: int) -> OwnShare:
         DamagedCheckpoint: Its part differs from what was written.
     """
     part, path = manifest.part(rank), manifest.folder / f"rank-{rank:05d}.json"
-    try:
+    with making_sense_of(path, "a part"):
         tensors = {saved.name: saved for saved, own in saved_tensors(part, manifest, path) if own}
         values = dict(leaves(part["rng"], "rng"))
         for key, entry in part["state"].items():
             if entry["kind"] not in ("module", "optimizer"):
                 values |= entry_leaves(key, entry)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path}: not a part ({type(error).__name__}: {error})") from error
     return OwnShare(tensors, values)
 
 

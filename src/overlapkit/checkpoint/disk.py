@@ -4,6 +4,7 @@ A crash between any two of these calls must leave the old checkpoints or the new
 into each of them.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -37,13 +38,13 @@ class Disk:
         """Write all of these bytes at this place. Other threads may write at other places."""
         done = 0
         while done < view.nbytes:
-            done += os.pwrite(fd, view[done:], offset + done)
+            done += _some(os.pwrite(fd, view[done:], offset + done))
 
     def write(self, fd: int, views: Sequence[memoryview]) -> None:
         """Write all of these bytes, in this order."""
         queue = [view for view in views if view.nbytes]
         while queue:
-            written = os.writev(fd, queue[:_AT_ONCE])
+            written = _some(os.writev(fd, queue[:_AT_ONCE]))
             while queue and written >= queue[0].nbytes:
                 written -= queue.pop(0).nbytes
             if written:
@@ -81,6 +82,13 @@ def _unless_gone(
 ) -> None:
     if not isinstance(info[1], FileNotFoundError):
         raise info[1]
+
+
+def _some(written: int) -> int:
+    """A write of nothing would be tried for ever."""
+    if written == 0:
+        raise OSError(errno.EIO, "the file system writes nothing, and does not say why")
+    return written
 
 
 def write_file(disk: Disk, path: Path, data: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from overlapkit.checkpoint.codec import Constant
-from overlapkit.checkpoint.layout import DTYPES, Slot
+from overlapkit.checkpoint.pieces import DTYPES, Slot
 
 BLOCK = 4 << 20
 """Bytes under one checksum: a rank that reads a part of a tensor checks what it reads."""
@@ -59,6 +59,10 @@ class FilePlan:
     def in_file(self) -> list[tuple[int, int]]:
         """For each tensor in the file, in its order: where its data begins, and its place in `slots`."""
         return list(zip(self._starts, self._order, strict=True))
+
+    def prepare(self) -> None:
+        """Make now what the first save would make: texts of all tensors, under the interpreter's lock."""
+        _ = self.header, self.groups, self.table.text, self.plain_tensors
 
     def views(self, memory: torch.Tensor) -> Views:
         """Parts of a staging buffer, uint8 (nbytes,), with dtypes and shapes: for `late`, and for `now`.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from overlapkit.checkpoint.errors import CheckpointError
-from overlapkit.checkpoint.layout import Piece
+from overlapkit.checkpoint.pieces import Piece
 
 WITNESSES = 128
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.finding import Where
-from overlapkit.checkpoint.manifest import MANIFEST, read_manifest, step_folders
+from overlapkit.checkpoint.manifest import MANIFEST, making_sense_of, read_manifest, step_folders
 from overlapkit.checkpoint.progress import Progress
 from overlapkit.checkpoint.verification import verify
 
@@ -80,7 +80,8 @@ def _look(step: int, folder: Path) -> Listed:
     try:
         manifest = read_manifest(folder)
         listed.world, listed.metrics = manifest.world, decode(manifest.metrics, str)
-        listed.keys = tuple(manifest.part(0)["state"])
+        with making_sense_of(folder / "rank-00000.json", "a part"):
+            listed.keys = tuple(manifest.part(0)["state"])
     except DamagedCheckpoint as error:
         listed.state, listed.damage = "damaged", str(error)
     return listed

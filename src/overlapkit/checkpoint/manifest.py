@@ -6,16 +6,21 @@ step-100/
     rank-00000.safetensors   the rank's tensors, readable by plain safetensors
 """
 
+import contextlib
 import json
+import os
 import re
+import stat
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from overlapkit.checkpoint.hashing import ALGORITHM, HASHES
-from overlapkit.checkpoint.writer import FORMAT, VERSION
+from overlapkit.checkpoint.writer import FORMAT, JSON_LIMIT, VERSION
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
@@ -52,11 +57,9 @@ class Manifest:
         data = _read(self.folder / name)
         if HASHES[self.hash](data) != self.files[name].get(self.hash):
             raise DamagedCheckpoint(f"{self.folder / name}: its checksum differs from the manifest's")
-        try:
-            part: dict[str, Any] = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{self.folder / name}: not JSON ({error})") from error
-        return part
+        with making_sense_of(self.folder / name, "a part"):
+            part: dict[str, Any] = _parse(data)
+            return part
 
 
 def step_name(step: int) -> str:
@@ -99,8 +102,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     data = _read(path)
-    try:
-        document = json.loads(data)
+    with making_sense_of(path, "a manifest"):
+        document = _parse(data)
         sound = document.pop("crc32") == _checksum(document) and document["format"] == FORMAT
         if sound and document["version"] > VERSION:
             raise CheckpointError(
@@ -110,8 +113,10 @@ def read_manifest(folder: Path) -> Manifest:
         hash = document.get("hash", "crc32")  # version 1 does not name it
         HASHES[hash]
         found = Manifest(folder, inner["step"], inner["world"], inner["files"], hash, inner["metrics"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path}: not a manifest ({type(error).__name__}: {error})") from error
+        numbers = [found.step, found.world - 1, *(file["bytes"] for file in found.files.values())]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError("a number in it is none, or too small")
+        dict(decode(found.metrics, str))
     if not sound or step_name(found.step) != folder.name:
         raise DamagedCheckpoint(f"{path}: its checksum, or its step, does not agree with its content")
     for name, file in found.files.items():
@@ -136,11 +141,44 @@ def size_of(path: Path) -> int | None:
         status = path.lstat()
     except OSError:
         return None
-    return status.st_size if (status.st_mode & 0o170000) == 0o100000 else None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+@contextlib.contextmanager
+def making_sense_of(path: Path, what: str) -> Iterator[None]:
+    """Whatever fails in this block, because of what is written in a file, is damage."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise DamagedCheckpoint(f"{path}: not {what} ({type(error).__name__}: {error})") from error
+
+
+def _parse(data: bytes) -> Any:
+    """JSON in which every number is one, and no key comes twice."""
+    return json.loads(data, parse_constant=_refuse, object_pairs_hook=_unique)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found
 
 
 def _read(path: Path) -> bytes:
+    """A plain file of JSON. Nothing else is waited for, followed or taken into memory."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return path.read_bytes()
+        with open(os.open(path, flags), "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > JSON_LIMIT:
+                raise DamagedCheckpoint(f"{path}: no plain file of up to {JSON_LIMIT} bytes")
+            return file.readall()
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: cannot be read ({error})") from error

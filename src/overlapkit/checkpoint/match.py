@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from overlapkit.checkpoint.box import Box, first_replica, is_dtensor, local_part
-from overlapkit.checkpoint.catalog import Catalog, Saved, Wanted
+from overlapkit.checkpoint.catalog import Catalog, Wanted
 from overlapkit.checkpoint.codec import decode, encode, root, tensor_names
 from overlapkit.checkpoint.layout import (
     kind_of,
@@ -22,12 +22,15 @@ from overlapkit.checkpoint.layout import (
     plain_name,
     unwrap,
 )
-from overlapkit.checkpoint.outline import reshards
+from overlapkit.checkpoint.placing import (
+    Values,
+    copy_in_place,
+    laid_out_as,
+    loads_plainly,
+    put_into,
+    takes_as_it_is,
+)
 from overlapkit.checkpoint.tree import TREE, adopt
-
-Values = dict[str, torch.Tensor]
-"""Host memory that holds the tensors' values, this rank's part of each; valid during a restore only."""
-
 
 Apply = Callable[[Values], None]
 Walk = Callable[[str, Any, Any], Apply]
@@ -147,8 +150,8 @@ class _Matcher:
         inner_module = unwrap(module)
 
         def apply(values: Values) -> None:
-            _copy_in_place(targets, values)
-            if not extras and all(map(_loads_plainly, inner_module.modules())):
+            copy_in_place(targets, values)
+            if not extras and all(map(loads_plainly, inner_module.modules())):
                 return  # everything is there
             given = {name: decode(extra, lambda n: values[n].clone()) for name, extra in extras.items()}
             inner_module.load_state_dict({**actual, **given})
@@ -171,7 +174,7 @@ class _Matcher:
                 parameter_name, parameter = owners[owner]
                 now = current["state"].get(parameter_name, {}).get(rest[0])
                 likes[name] = self._shard_like(name, parameter, now)
-                if _holds(now, self.catalog.tensors[name], likes[name]):
+                if takes_as_it_is(now, self.catalog.tensors[name], likes[name]):
                     held[name] = now
                 if not is_dtensor(parameter):
                     layouts[name] = parameter
@@ -179,10 +182,10 @@ class _Matcher:
         index = {name: i for i, (name, _) in enumerate(parameters)}
 
         def moment(name: str, value: torch.Tensor) -> torch.Tensor:
-            return held[name] if name in held else _like(value, likes[name], layouts.get(name))
+            return held[name] if name in held else laid_out_as(value, likes[name], layouts.get(name))
 
         def apply(values: Values) -> None:
-            _copy_in_place(held, values)
+            copy_in_place(held, values)
             given = decode(entry["rest"], lambda name: values[name].clone())
             moments = decode(entry["state"], lambda name: moment(name, values[name]))
             given["state"] = {index[name]: item for name, item in moments.items()}
@@ -243,12 +246,12 @@ class _Matcher:
             self.want(name, live.get(name), in_place=True)
 
         def apply(values: Values) -> None:
-            _copy_in_place({name: live[name] for name in found if name in live}, values)
+            copy_in_place({name: live[name] for name in found if name in live}, values)
 
             def placed(name: str) -> torch.Tensor:
                 return live[name] if name in live else self._new(name, values[name], None)
 
-            self.state[key] = _into(self.state[key], decode(entry, placed))
+            self.state[key] = put_into(self.state[key], decode(entry, placed))
 
         return apply
 
@@ -256,16 +259,7 @@ class _Matcher:
         """A tensor of its own with a restored value, on the kind of device that it was on."""
         if like is None and self.catalog.tensors[name].device == "cuda" and torch.cuda.is_available():
             return value.to("cuda")
-        return _like(value, like)
-
-
-def _loads_plainly(module: nn.Module) -> bool:
-    """Whether loading it does no more than to copy its parameters and buffers."""
-    before = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    hooks = [*(hook for hook in before if not reshards(hook)), *module._load_state_dict_post_hooks.values()]
-    loads = type(module)._load_from_state_dict
-    by_torch = loads is nn.Module._load_from_state_dict or isinstance(module, nn.modules.batchnorm._NormBase)
-    return by_torch and type(module).load_state_dict is nn.Module.load_state_dict and not hooks
+        return laid_out_as(value, like)
 
 
 def _tensors_in(value: Any, path: str) -> dict[str, torch.Tensor]:
@@ -278,55 +272,3 @@ def _tensors_in(value: Any, path: str) -> dict[str, torch.Tensor]:
 
     encode(value, path, keep)
     return found
-
-
-def _holds(now: Any, saved: Saved, like: torch.Tensor | None) -> bool:
-    """Whether an optimizer state that is there can take a value as it is, laid out as `like`."""
-    if not isinstance(now, torch.Tensor) or (tuple(now.shape), now.dtype) != (saved.shape, saved.dtype):
-        return False
-    if not is_dtensor(now) or not is_dtensor(like):
-        return is_dtensor(now) == is_dtensor(like)
-    return (now.device_mesh, now.placements) == (like.device_mesh, like.placements)
-
-
-def _copy_in_place(targets: dict[str, torch.Tensor], values: Values) -> None:
-    with torch.no_grad():
-        for name, target in targets.items():
-            local_part(target, name)[0].copy_(values[name])
-
-
-def _like(value: torch.Tensor, like: torch.Tensor | None, layout: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy of a value, as a DTensor where `like` is one; else with the strides of `layout`."""
-    if not is_dtensor(like):
-        return _copy_laid_out(value, layout, value.device)
-    from torch.distributed.tensor import DTensor
-
-    with torch.no_grad():
-        there = like.to_local()
-    local = _copy_laid_out(value, there, there.device)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def _copy_laid_out(value: torch.Tensor, layout: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """A copy of a value, with the strides that `zeros_like(layout)` has where their shapes are the same.
-
-    torch's fused optimizers walk a parameter and its moments side by side, as flat memory.
-    """
-    if layout is None or layout.shape != value.shape:
-        return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
-    empty = torch.empty_like(
-        layout, dtype=value.dtype, device=device, memory_format=torch.preserve_format, requires_grad=False
-    )
-    return empty.copy_(value)
-
-
-def _into(current: Any, restored: Any) -> Any:
-    """A restored plain value; a dict keeps its identity, so that whoever holds it sees the new content."""
-    if type(current) is dict and type(restored) is dict:
-        merged = {key: _into(current.get(key), item) for key, item in restored.items()}
-        current.clear()
-        current.update(merged)
-        return current
-    return restored

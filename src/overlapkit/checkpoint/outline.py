@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from overlapkit.checkpoint.layout import Piece, is_plain, steps_through_hooks, unwrap
+from overlapkit.checkpoint.layout import is_plain, steps_through_hooks, unwrap
+from overlapkit.checkpoint.pieces import Piece
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _RENAMES = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"

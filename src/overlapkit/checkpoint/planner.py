@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.fileplan import FilePlan
 from overlapkit.checkpoint.late import Late
-from overlapkit.checkpoint.layout import Inventory, take_fixed, take_loose
+from overlapkit.checkpoint.layout import take_fixed, take_loose
 from overlapkit.checkpoint.outline import Outline
+from overlapkit.checkpoint.pieces import Inventory
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ class Planner:
         known = self._known
         if known is not None and not (known.outline.same(state) and known.late.in_place()):
             known = self._known = None
+        if known is not None:
+            return self._take(state, known)
+        with collector_paused():
+            return self._take(state, None)
+
+    def _take(self, state: Mapping[str, Any], known: _Known | None) -> Share:
         fixed = take_fixed(state, self._rank, late=self._late) if known is None else known.fixed
         loose = take_loose(state, self._rank, fixed)
         if known is None or known.loose != _kind_of(loose):

@@ -5,18 +5,20 @@ which the values do not cross: they are read into host memory. On one machine th
 broadcast, at the speed of memory; beyond, ranks begin at different places, so that no two are in step.
 """
 
+import contextlib
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 
-from overlapkit.checkpoint.box import Box
-from overlapkit.checkpoint.catalog import Chunk, Saved, Wanted
+from overlapkit.checkpoint.box import Box, tiles
+from overlapkit.checkpoint.catalog import Chunk, DataFile, Saved, Wanted
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.hashing import HASHES
 from overlapkit.checkpoint.turns import take_turns
@@ -24,6 +26,8 @@ from overlapkit.lane import Lane
 
 _AT_ONCE = 16 << 20  # bytes that one read takes
 _BUFFERS = 512  # and the buffers that it fills; IOV_MAX is 1024
+_AHEAD = 256 << 20  # bytes that are asked for before they are read
+_FILES = 64  # that a thread has open: thousands of ranks may have written one tensor
 
 
 class _Block(NamedTuple):
@@ -51,10 +55,14 @@ class _Block(NamedTuple):
 
 
 class Reader:
-    """Open files of one checkpoint."""
+    """Reads the files of one checkpoint.
+
+    Invariant:
+        * A descriptor belongs to one thread: none is closed, and its number used again, while another reads.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
+        self._open: dict[int, dict[Path, int]] = {}  # for each thread, the one used last at the end
 
     def __enter__(self) -> Self:
         return self
@@ -62,8 +70,9 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for fd in self._open.values():
-            os.close(fd)
+        for mine in self._open.values():
+            for fd in mine.values():
+                os.close(fd)
         self._open.clear()
 
     def fill(self, target: torch.Tensor, box: Box, saved: Saved) -> None:
@@ -81,27 +90,29 @@ class Reader:
             job()
 
     def jobs(self, targets: Iterable[tuple[torch.Tensor, Box, Saved]]) -> list[Callable[[], None]]:
-        """What fills many boxes, piece by piece, in the order of the files; see `fill`. Opens the files."""
+        """What fills many boxes, piece by piece, in the order of the files; see `fill`."""
         blocks: list[_Block] = []
-        cuts: list[Callable[[], None]] = []
+        cuts: list[tuple[str, int, Callable[[], None]]] = []
         for target, box, saved in targets:
-            found = 0
+            found: list[Box] = []
             for chunk in saved.chunks if target.numel() else []:
                 both = chunk.box if chunk.box == box else box.meet(chunk.box)
                 if both is None:
                     continue
-                self._fd(chunk.path)
-                found += both.numel
+                found.append(both)
                 if both.shape[1:] == box.shape[1:] == chunk.box.shape[1:]:
                     blocks += _rows(chunk, target, box, both, saved)
                 else:
-                    cuts += [
-                        partial(self._cut, chunk, target, box, slab, saved) for slab in _slabs(chunk, both)
-                    ]
-            if found != target.numel():
-                parts = f"{found} of {target.numel()} elements of this rank's part"
-                raise DamagedCheckpoint(f"{saved.name!r}: {parts} are in the files")
-        return [partial(self._read, batch) for batch in _batches(blocks)] + cuts
+                    for slab in _slabs(chunk, both):
+                        cut = partial(self._cut, chunk, target, box, slab, saved)
+                        cuts.append((str(chunk.path), chunk.start, cut))
+            if not tiles(found, box):
+                parts = (
+                    f"{sum(both.numel for both in found)} of {target.numel()} elements of this rank's part"
+                )
+                raise DamagedCheckpoint(f"{saved.name!r}: {parts} are in the files, or some twice")
+        cuts.sort(key=lambda cut: cut[:2])
+        return [partial(self._read, batch) for batch in _batches(blocks)] + [job for _, _, job in cuts]
 
     def check(self, saved: Saved) -> None:
         """Read every byte of a tensor against its checksums.
@@ -113,18 +124,16 @@ class Reader:
             for block in _blocks(chunk, 0, chunk.nbytes, saved.name):
                 self._read([block])
 
-    def check_header(self, part: dict[str, Any], folder: Path) -> None:
+    def check_header(self, file: DataFile) -> None:
         """Check a safetensors file's header, which only other readers need.
 
         Raises:
             DamagedCheckpoint: It differs from what was written.
         """
-        file, hash = part["file"], part.get("hash", "crc32")
-        if file is not None:
-            path = folder / file["name"]
-            header = os.pread(self._fd(path), file["header"], 0)
-            if HASHES[hash](header) != file[hash]:
-                raise DamagedCheckpoint(f"{path}: the checksum of its header differs from the part's")
+        header = memoryview(bytearray(file.header))
+        _read_all(self._fd(file.path), [header], 0, file.path)
+        if HASHES[file.hash](header) != file.header_sum:
+            raise DamagedCheckpoint(f"{file.path}: the checksum of its header differs from the part's")
 
     def _read(self, blocks: Sequence[_Block]) -> None:
         """Read blocks that lie one after the other, and check them."""
@@ -146,12 +155,17 @@ class Reader:
         target[both.inside(box)] = rows.view(both.shape[0], *chunk.box.shape[1:])[(slice(None), *columns)]
 
     def _fd(self, path: Path) -> int:
-        if path not in self._open:
+        mine = self._open.setdefault(threading.get_ident(), {})
+        fd = mine.pop(path, None)
+        if fd is None:
+            while len(mine) >= _FILES:
+                os.close(mine.pop(next(iter(mine))))
             try:
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError as error:
-                raise DamagedCheckpoint(f"{path}: cannot be opened ({error})") from error
-        return self._open[path]
+                raise DamagedCheckpoint(f"{path}: cannot be opened ({error.strerror})") from error
+        mine[path] = fd
+        return fd
 
 
 def _rows(chunk: Chunk, target: torch.Tensor, box: Box, both: Box, saved: Saved) -> Iterator[_Block]:
@@ -223,7 +237,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def _read_all(fd: int, views: list[memoryview], offset: int, path: Path) -> None:
     left = views
     while left:
-        got = os.preadv(fd, left, offset)
+        try:
+            got = os.preadv(fd, left, offset)
+        except OSError as error:  # a bad sector is as bad as a flipped bit
+            raise DamagedCheckpoint(f"{path}: cannot be read ({error.strerror})") from error
         if got == 0:
             raise DamagedCheckpoint(f"{path}: ends at byte {offset}, before its tensors do")
         offset += got
@@ -232,6 +249,16 @@ def _read_all(fd: int, views: list[memoryview], offset: int, path: Path) -> None
             left = left[1:]
         if got:
             left = [left[0][got:], *left[1:]]
+
+
+def read_ahead(path: Path) -> None:
+    """Have the system begin to read a file, beside what must be done before its places are known."""
+    with contextlib.suppress(OSError):  # if there is something in it, the reading itself will tell
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            os.posix_fadvise(fd, 0, _AHEAD, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
 
 
 def room(wanted: Wanted) -> int:

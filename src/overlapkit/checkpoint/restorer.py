@@ -2,17 +2,20 @@
 
 import itertools
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.catalog import Catalog
+from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
 from overlapkit.checkpoint.finding import sound_checkpoints
-from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
-from overlapkit.checkpoint.match import Plan, Values, make_plan, writers_of
+from overlapkit.checkpoint.manifest import making_sense_of, read_manifest, step_folders, step_name
+from overlapkit.checkpoint.match import Plan, make_plan, writers_of
 from overlapkit.checkpoint.opening import check_step
-from overlapkit.checkpoint.reader import read_boxes, room
+from overlapkit.checkpoint.placing import Values
+from overlapkit.checkpoint.reader import read_ahead, read_boxes, room
 from overlapkit.checkpoint.retention import Best
 from overlapkit.checkpoint.stage import Stager
 from overlapkit.lane import Lane
@@ -95,7 +98,8 @@ class Restorer:
 
         def work() -> Report:
             try:
-                done.append(self._read(step, state, only, strict, loans))
+                with collector_paused():
+                    done.append(self._read(step, state, only, strict, loans))
             except DamagedCheckpoint as error:
                 return {"damaged": str(error)}
             return {}
@@ -122,7 +126,10 @@ class Restorer:
     ) -> tuple[Plan, Values, Catalog]:
         manifest = read_manifest(self._root / step_name(step))
         rank, world = self._quorum.rank, self._quorum.world
-        catalog = Catalog(manifest, rank, world, writers_of(state))
+        mine = f"rank-{rank if world == manifest.world else 0:05d}.safetensors"
+        if only is None and mine in manifest.files:
+            self._helper.submit(partial(read_ahead, manifest.folder / mine))
+        catalog = Catalog(manifest, rank, world, writers_of(state) if world > 1 else None)
         plan = make_plan(state, catalog, only)
         if not catalog.whole and (plan.problems or not catalog.covers(plan.wanted)):
             catalog = Catalog(manifest, rank, world)  # the state is laid out in another way than it was
@@ -133,6 +140,9 @@ class Restorer:
                 f"{manifest.folder} does not fit the state; only= restores some of its keys, strict=False "
                 f"what fits:{problems}"
             )
+        if only is None and catalog.rng is not None:
+            with making_sense_of(manifest.folder, "states of random generators that can be set: use only="):
+                rng.check(catalog.rng)
         nbytes = room(plan.wanted)
         loans.append(self._stager.borrow(nbytes))
         values = read_boxes(plan.wanted, loans[0].bytes(nbytes), self._helper, rank / world)
@@ -144,7 +154,14 @@ def _apply(plan: Plan, values: Values, catalog: Catalog, *, rng_too: bool) -> No
         problems = "; ".join(plan.problems)
         warnings.warn(f"{step_name(catalog.step)} does not fit in full: {problems}", stacklevel=5)
     for apply in plan.apply:
-        apply(values)
+        try:
+            apply(values)
+        except Exception as error:  # of an object's own load_state_dict: nothing can be undone
+            error.add_note(
+                f"overlapkit: raised while {step_name(catalog.step)} was put into the state, which is now "
+                "restored in part: build it anew"
+            )
+            raise
     if rng_too and catalog.rng is not None:
         rng.put_back(catalog.rng)
 

@@ -26,6 +26,16 @@ def typed(captured: dict[str, Any]) -> Any:
     return encode({**captured, **texts}, "rng", _no_tensor)
 
 
+def check(captured: Any) -> None:
+    """Raise where it is not what `typed` gave: none of the generators would be set then."""
+    states = decode(captured, _no_tensor)
+    torch.Generator().set_state(_tensor(states["torch"]))
+    if states["cuda"] is not None:
+        _tensor(states["cuda"])
+    np.random.RandomState(0).set_state(states["numpy"])
+    random.Random(0).setstate(states["random"])
+
+
 def put_back(captured: Any) -> None:
     """Set the generators to what `typed` gave. The CUDA one only where there is a device."""
     states = decode(captured, _no_tensor)

@@ -56,7 +56,16 @@ class Saver:
         """Where the next save would have to plan anew, do that now, and make the memory beside the step."""
         if self._planner.is_behind(state):
             with self._run.log.host(LANE, "prepare", exposed=True):
-                self._stager.prewarm(self._planner.take(state), beside=True)
+                self.prewarm(state, beside=True)
+
+    def prewarm(self, state: dict[str, Any], *, beside: bool) -> None:
+        """Do what the first save would do: memory, plan, threads."""
+        share = self._planner.take(state)
+        self._stager.prewarm(share, beside=beside)
+        prepared = self._writer.submit(share.plan.prepare)
+        prepared.seen = True  # the next save will meet what it met
+        if not beside:
+            prepared.settle()
 
     def _begin(self, number: int, step: int, state: dict[str, Any], metrics: dict[str, Any]) -> Save:
         staging: Staging | None = None

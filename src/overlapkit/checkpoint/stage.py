@@ -192,20 +192,20 @@ class Stager:
     def prewarm(self, share: Share, *, beside: bool = False) -> None:
         """Hold the memory that saves of this state take: fresh pages cost twenty times the copy.
 
-        Args:
-            share: What such a save writes.
-            beside: Do it on the lane, where that is a thread; a save that comes meanwhile waits for it.
+        With `beside` it is touched on the lane, where that is a thread; a save that comes meanwhile waits.
         """
         lane, ring = self._ready(share.device)
         if beside and lane.kind == "thread":
             self._warming = lane.submit(lambda: _warm(ring, share.plan, self._in_flight), name="prewarm")
             self._warming.seen = True  # memory that cannot be had is the next save's error
+        elif lane.kind == "thread":  # which is made by this, too
+            lane.submit(lambda: _warm(ring, share.plan, self._in_flight)).wait()
         else:
             _warm(ring, share.plan, self._in_flight)
 
     def borrow(self, nbytes: int) -> PinnedBuffer:
         """A staging buffer to read a checkpoint into; no save may be in flight."""
-        return self._ready(self._device or torch.device("cpu"))[1].take(max(1, nbytes))
+        return self._ready(self._device or torch.device("cpu"))[1].take(max(1, nbytes), present=False)
 
     def close(self) -> None:
         """Take the hooks out, end the lane, free the memory."""

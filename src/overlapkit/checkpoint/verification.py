@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from overlapkit.checkpoint.catalog import Catalog, Chunk, Saved, saved_tensors
+from overlapkit.checkpoint.catalog import Catalog, Chunk, Saved, data_file, saved_tensors
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
-from overlapkit.checkpoint.manifest import Manifest, read_manifest
+from overlapkit.checkpoint.manifest import Manifest, making_sense_of, read_manifest
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Reader
 
@@ -80,20 +80,21 @@ def _in_share(manifest: Manifest, rank: int, count: Count) -> Iterator[Damage]:
     path = manifest.folder / f"rank-{rank:05d}.json"
     try:
         part = manifest.part(rank)
-        tensors = [saved for saved, _ in saved_tensors(part, manifest, path)]
+        with making_sense_of(path, "a part"):
+            file = data_file(part, manifest, path)
+            tensors = [saved for saved, _ in saved_tensors(part, manifest, path)]
         count.add(manifest.files[path.name]["bytes"])
     except DamagedCheckpoint as error:
         yield _whole(path, error)
         return
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        yield Damage(path, f"not a part ({type(error).__name__}: {error})")
+    if file is None:
         return
     with Reader() as reader:
         try:
-            reader.check_header(part, manifest.folder)
-            count.add(part["file"]["header"] if part["file"] is not None else 0)
+            reader.check_header(file)
+            count.add(file.header)
         except DamagedCheckpoint as error:
-            yield _whole(path.with_suffix(".safetensors"), error)
+            yield _whole(file.path, error)
         for saved in tensors:
             yield from _joined(_in_tensor(saved, reader, count))
 
@@ -103,8 +104,8 @@ def _in_tensor(saved: Saved, reader: Reader, count: Count) -> Iterator[Damage]:
         for block in _blocks(chunk):
             try:
                 reader.check(replace(saved, chunks=[block]))
-            except (DamagedCheckpoint, OSError) as error:
-                what = str(error).rsplit(": ", 1)[-1] if isinstance(error, DamagedCheckpoint) else str(error)
+            except DamagedCheckpoint as error:
+                what = str(error).rsplit(": ", 1)[-1]
                 yield Damage(block.path, what, saved.name, block.start, block.start + block.nbytes)
             count.add(block.nbytes)
 

@@ -25,7 +25,8 @@ from overlapkit.lane import Lane
 FORMAT = "overlapkit-checkpoint"
 VERSION = 2
 """1 had crc32 checksums, in each tensor's entry."""
-
+JSON_LIMIT = 1 << 30
+"""Bytes of a part or a manifest; a longer one is not read."""
 
 Bytes = Callable[[int, int], memoryview]
 """The bytes of a file's data, from and to."""
@@ -70,6 +71,11 @@ def write_share(
         part["file"] = {"name": name, **_write_tensors(disk, folder / name, plan, data, helper)}
         files[name] = {"bytes": part["file"]["bytes"]}
     text = dump(part | {"state": entries, "tensors": plan.table}).encode()
+    if len(text) > JSON_LIMIT:
+        raise ValueError(
+            f"state holds {len(text)} bytes of plain values, above the limit of {JSON_LIMIT}: "
+            "give large ones as tensors"
+        )
     write_file(disk, folder / f"{stem}.json", text)
     files[f"{stem}.json"] = {"bytes": len(text), ALGORITHM: checksum(text)}
     disk.sync_folder(folder)
@@ -142,6 +148,8 @@ class _File:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        os.close(self._fd)
-        if self._direct is not None:
-            os.close(self._direct)
+        try:
+            os.close(self._fd)  # which may say, on NFS, what a write before it did not
+        finally:
+            if self._direct is not None:
+                os.close(self._direct)

@@ -8,8 +8,7 @@ import torch
 from overlapkit.checkpoint.catalog import Catalog, Saved
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.dcp.flatten import Path, flatten
-from overlapkit.checkpoint.errors import DamagedCheckpoint
-from overlapkit.checkpoint.manifest import Manifest
+from overlapkit.checkpoint.manifest import Manifest, making_sense_of
 from overlapkit.checkpoint.tree import TREE, StandIns, parameter_key
 
 
@@ -31,15 +30,11 @@ class Keys:
         self.paths: dict[str, Path] = {}
         self._catalog = catalog
         self._ambiguous: set[str] = set()
-        try:
+        with making_sense_of(manifest.folder, "a state"):
             self._add_entries(catalog.entries)
             if manifest.world > 1 and any(entry["kind"] == TREE for entry in catalog.entries.values()):
                 for rank in range(manifest.world):  # what only other ranks had
                     self._add_entries(manifest.part(rank)["state"])
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise DamagedCheckpoint(
-                f"{manifest.folder}: not a state ({type(error).__name__}: {error})"
-            ) from error
         for key in self._ambiguous:  # never a guess
             self.tensors.pop(key, None)
             self.values.pop(key, None)

@@ -12,7 +12,8 @@ from overlapkit.checkpoint.dcp.flatten import name_of, nest
 from overlapkit.checkpoint.dcp.planner import SafetensorsSavePlanner
 from overlapkit.checkpoint.fileplan import FilePlan
 from overlapkit.checkpoint.gather import Gathered
-from overlapkit.checkpoint.layout import Slot, check_tensor
+from overlapkit.checkpoint.layout import check_tensor
+from overlapkit.checkpoint.pieces import Slot
 from overlapkit.checkpoint.tree import TREE
 from overlapkit.checkpoint.writer import Bytes
 

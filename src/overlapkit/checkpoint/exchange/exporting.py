@@ -17,8 +17,8 @@ from overlapkit.checkpoint.disk import Disk, write_file
 from overlapkit.checkpoint.exchange.casting import cast, castable, check_cast
 from overlapkit.checkpoint.exchange.weights import find_weights
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
-from overlapkit.checkpoint.layout import DTYPES
 from overlapkit.checkpoint.manifest import read_manifest
+from overlapkit.checkpoint.pieces import DTYPES
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Reader
 from overlapkit.checkpoint.slices import SliceReader

@@ -10,7 +10,7 @@ from torch import nn
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.codec import encode, join, root
 from overlapkit.checkpoint.exchange.names import own_names
-from overlapkit.checkpoint.layout import DTYPES
+from overlapkit.checkpoint.pieces import DTYPES
 
 Kind = Literal["module", "optimizer", "object", "tensor", "value"]
 KINDS = ("module", "optimizer", "object", "tensor", "value")

@@ -15,9 +15,9 @@ from overlapkit.checkpoint.exchange.foreign import KINDS, Foreign, Kind, Source,
 from overlapkit.checkpoint.exchange.torch_file import TorchFile
 from overlapkit.checkpoint.fileplan import FilePlan
 from overlapkit.checkpoint.gather import Gathered
-from overlapkit.checkpoint.layout import Slot
 from overlapkit.checkpoint.manifest import step_name
 from overlapkit.checkpoint.opening import check_step, open_directory
+from overlapkit.checkpoint.pieces import Slot
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.slices import row_slices
 from overlapkit.checkpoint.stage import LANE

@@ -14,7 +14,7 @@ import torch
 
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.errors import DamagedCheckpoint
-from overlapkit.checkpoint.layout import DTYPES
+from overlapkit.checkpoint.pieces import DTYPES
 
 _DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
 _LONGEST = 100_000_000  # bytes of a header, as in safetensors itself
