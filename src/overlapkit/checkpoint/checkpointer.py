@@ -20,11 +20,14 @@ from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Job, Run, sound_steps
 from overlapkit.checkpoint.layout import check_state
-from overlapkit.checkpoint.opening import check_metrics, check_options, check_step, open_directory
+from overlapkit.checkpoint.manifest import step_folders
+from overlapkit.checkpoint.opening import check_metrics, check_options, check_step
 from overlapkit.checkpoint.planner import Planner
+from overlapkit.checkpoint.remote.upload import LocalJob, Uploads
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
 from overlapkit.checkpoint.stage import LANE, Stager, Staging
+from overlapkit.checkpoint.tiers import Tiers
 from overlapkit.checkpoint.verification import verify
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
@@ -67,7 +70,10 @@ class Checkpointer:
           waited for those, once by the next `save`, `wait` or `close`; that `save` has begun nevertheless.
 
     Args:
-        directory: Where the checkpoints are. Made if it does not exist.
+        directory: Where the checkpoints are: a path, which is made if it does not exist, or an fsspec URL
+            such as "s3://bucket/run" (docs/object_stores.md says what holds there).
+        local: A directory before it, such as "/nvme/run", that all ranks share. Saves are committed there as
+            anywhere, and uploaded behind training.
         every: Save only at multiples of this step; None saves at every call.
         keep: How many of the newest checkpoints stay, at least 1; None keeps all.
         keep_every: Multiples of this step stay for ever; needs `keep`.
@@ -88,6 +94,7 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
+        local: str | os.PathLike[str] | None = None,
         every: int | None = None,
         keep: int | None = None,
         keep_every: int | None = None,
@@ -96,21 +103,24 @@ class Checkpointer:
         stage: Literal["late", "now"] = "late",
         timeout: float = 600.0,
     ) -> None:
-        check_options(directory, every, keep, keep_every, best, in_flight, stage, timeout)
+        check_options(directory, every, keep, keep_every, best, in_flight, stage, timeout, local)
         self._every, self._in_flight = every, in_flight
-        self._root = Path(directory)
         self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
         self._lock: RunLock | None = None
-        opened = self._quorum.together("open", self._open, self._open_run)
+        opened = self._quorum.together("open", lambda: self._open(directory, local), self._open_run)
+        self._tiers.check_shared(self._quorum, f".run-{opened['run']}.lock")
         self._log = SpanLog()
         self._writer, self._helper = Lane(LANE, kind="thread"), Lane(LANE, kind="thread")
         self._run = Run(
             self._root, opened["run"], self._quorum, self._disk, self._log, self._helper, keep, keep_every
         )
+        self._uploads: Uploads | None = None
+        if self._tiers.store is not None and not self._tiers.direct:
+            self._uploads = Uploads(self._tiers.store, opened["run"], timeout, self._log, keep, keep_every)
         self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
-        self._unfinished = Unfinished(self._log)
-        self._restorer = Restorer(self._root, self._quorum, self._stager, self._helper)
+        self._unfinished, self._unsent = Unfinished(self._log), Unfinished(self._log)
+        self._restorer = Restorer(self._tiers.places, self._quorum, self._stager, self._helper)
         self._saves = itertools.count()
         self._closing = False
         self._closed = False
@@ -160,10 +170,13 @@ class Checkpointer:
             self._unfinished.make_room(self._in_flight)
             save = self._begin(step, state, kept_metrics)
             self._unfinished.add(save)
+            if save.uploaded is not None:
+                self._unsent.add(Save(step, save.staged, save.uploaded))
             if block:
                 save.committed.settle()
         save._blocked_s = (time.perf_counter_ns() - start) / 1e9
         self._unfinished.surface(None if block else save)
+        self._unsent.surface()
         return save
 
     def restore(
@@ -214,40 +227,47 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending: those with a sound manifest and all files."""
-        return sound_steps(self._root)
+        return sorted({step for place in self._tiers.places for step in sound_steps(place)})
 
     def latest(self) -> int | None:
         """The highest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
     def verify(self, step: int) -> None:
-        """Read a whole checkpoint against its checksums.
+        """Read a whole checkpoint against its checksums, wherever it is.
 
         Raises:
             FileNotFoundError: There is none of this step.
             DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
         """
-        verify(self._root, check_step(step))
+        step = check_step(step)
+        there = [place for place in self._tiers.places if step in step_folders(place)]
+        for place in there or self._tiers.places[-1:]:
+            verify(place, step)
 
     def wait(self) -> None:
-        """Block until all saves are committed.
+        """Block until all saves are committed, and uploaded where there is something before the store.
 
         Raises:
             Exception: Whatever made one of them fail, once.
         """
         self._unfinished.settle()
+        self._unsent.settle()
         self._unfinished.surface()
+        self._unsent.surface()
 
     def timings(self) -> list[Span]:
         """The spans finished since the last call, lane "checkpoint".
 
         Exposed are save (the call) and wait for staging (in the optimizer's step). Beside the step run
-        stage and write (with bytes), and commit.
+        stage, write and upload (with bytes), and commit.
         """
         return self._log.take()
 
     def close(self) -> None:
-        """Finish all saves, free the memory, take the hooks out of the optimizers. Safe to call twice.
+        """Finish all saves and uploads, free the memory, take the hooks out of the optimizers.
+
+        Safe to call twice.
 
         When it is interrupted, no more saves can begin, and the next call goes on with it. At the exit of
         the interpreter, whatever is still open is closed.
@@ -259,8 +279,11 @@ class Checkpointer:
             return
         self._closing = True
         self._unfinished.settle()
-        self._unseen += self._unfinished.unseen()
+        self._unsent.settle()
+        self._unseen += self._unfinished.unseen() + self._unsent.unseen()
         self._writer.close()
+        if self._uploads is not None:
+            self._uploads.close()
         self._helper.close()
         self._planner.forget()
         self._stager.close()
@@ -288,12 +311,16 @@ class Checkpointer:
                 raise
             error.add_note(f"a save also failed: {late!r}")
 
-    def _open(self) -> Report:
-        open_directory(self._root)
-        return {}
+    def _open(self, directory: str | os.PathLike[str], local: str | os.PathLike[str] | None) -> Report:
+        self._tiers = Tiers(directory, local)
+        self._root = self._tiers.root
+        return self._tiers.open(self._quorum.rank)
 
     def _open_run(self, reports: list[Report]) -> Report:
         """Rank 0's share of the construction."""
+        run = self._tiers.sweep()
+        if self._tiers.direct:
+            return {"run": run}
         try:
             sweep(self._disk, self._root)
             self._lock = RunLock(self._root)
@@ -318,9 +345,10 @@ class Checkpointer:
             share = self._planner.take(state)
             generators = rng.capture()
             staging = self._stager.stage(share)
-            job = Job(self._run, number, step, share, staging, generators, metrics)
+            job = self._tiers.job(self._uploads, self._run, number, step, share, staging, generators, metrics)
             committed = self._writer.submit(lambda: self._carry_out(job, claim))
-            return Save(step, staging.ticket, committed, staging=staging)
+            uploaded = job.uploads.submit(job, committed) if isinstance(job, LocalJob) else None
+            return Save(step, staging.ticket, committed, staging=staging, uploaded=uploaded)
         except BaseException as error:
             if claim.acquire(blocking=False):
                 if staging is not None:

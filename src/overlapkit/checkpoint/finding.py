@@ -6,9 +6,11 @@ from typing import Literal
 
 from overlapkit.checkpoint.manifest import is_ours, step_folders, step_of
 from overlapkit.checkpoint.opening import check_step
+from overlapkit.checkpoint.remote.place import StorePath
+from overlapkit.checkpoint.remote.store import place_of
 
 Where = str | os.PathLike[str]
-"""A directory of checkpoints, or the folder `step-N` of one of them."""
+"""A directory of checkpoints, or the folder `step-N` of one of them; a path or an fsspec URL."""
 Step = int | Literal["latest"]
 
 
@@ -23,11 +25,12 @@ def find_checkpoint(where: Where, step: Step = "latest") -> Path:
         FileNotFoundError: There is none.
         ValueError: `where` is the folder of another step.
     """
-    path = Path(where)
+    path = place_of(where)
     if not path.is_dir():
         raise FileNotFoundError(f"{str(path)!r} does not exist, or is no folder")
     number = None if step == "latest" else check_step(step)
-    own = step_of(os.path.basename(os.path.abspath(path)))  # so that "." has a name, too
+    here = path if isinstance(path, StorePath) else Path(os.path.abspath(path))  # so that "." has a name, too
+    own = step_of(here.name)
     if own is not None and is_ours(path):
         if number not in (None, own):
             raise ValueError(f"step={number}: {str(path)!r} is the folder of step {own} alone")

@@ -8,7 +8,7 @@ from typing import Any
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.commit import commit, discard, tidy
 from overlapkit.checkpoint.disk import Disk
-from overlapkit.checkpoint.errors import CheckpointError, RankFailed
+from overlapkit.checkpoint.errors import CheckpointError, RankFailed, StoreError
 from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_name
 from overlapkit.checkpoint.planner import Share
 from overlapkit.checkpoint.retention import surplus
@@ -87,12 +87,7 @@ class Job:
 
     def _write(self, temporary: Path) -> Report:
         memory = self.staging.memory()
-        about = {
-            "step": self.step,
-            "rank": self.run.quorum.rank,
-            "world": self.run.quorum.world,
-            "rng": rng.typed(self.generators),
-        }
+        about = self._about()
         with self.run.log.host(LANE, "write", bytes=memory.numel()):
             files = write_share(
                 self.run.disk,
@@ -105,7 +100,24 @@ class Job:
             )
         return {"step": self.step, "files": files, "plain": self.share.plan.plain_tensors}
 
+    def _about(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "rank": self.run.quorum.rank,
+            "world": self.run.quorum.world,
+            "rng": rng.typed(self.generators),
+        }
+
     def _commit(self, temporary: Path, reports: list[Report]) -> Report:
+        with self.run.log.host(LANE, "commit"):
+            commit(self.run.disk, temporary, self.step, self._agreed(reports), self._about_all())
+        return {}
+
+    def _about_all(self) -> dict[str, Any]:
+        return {"world": self.run.quorum.world, "metrics": self.metrics}
+
+    def _agreed(self, reports: list[Report]) -> dict[str, dict[str, Any]]:
+        """The files of all ranks, which must have saved the same."""
         for rank, report in enumerate(reports):
             if report["step"] != self.step:
                 raise RankFailed(f"rank {rank} saved step {report['step']}, rank 0 step {self.step}")
@@ -114,11 +126,7 @@ class Job:
                     f"rank {rank} has other plain (not DTensor) tensors in its modules or optimizers than "
                     "rank 0: they would be lost, as rank 0 writes plain tensors for all ranks"
                 )
-        files = {name: file for report in reports for name, file in report["files"].items()}
-        about = {"world": self.run.quorum.world, "metrics": self.metrics}
-        with self.run.log.host(LANE, "commit"):
-            commit(self.run.disk, temporary, self.step, files, about)
-        return {}
+        return {name: file for report in reports for name, file in report["files"].items()}
 
     def _delete_surplus(self, final: Path) -> None:
         run = self.run
@@ -138,7 +146,11 @@ def sound_steps(root: Path) -> list[int]:
     """The steps of the committed checkpoints whose manifest is sound and whose files are there, ascending."""
     steps = []
     for step, folder in step_folders(root).items():
-        with contextlib.suppress(CheckpointError):
+        try:
             read_manifest(folder)
-            steps.append(step)
+        except StoreError:  # which says nothing about the checkpoint
+            raise
+        except CheckpointError:
+            continue
+        steps.append(step)
     return steps

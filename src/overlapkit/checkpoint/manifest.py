@@ -4,6 +4,8 @@ step-100/
     manifest.json            format, hash, step, world size, size of every file, checksum of every part
     rank-00000.json          part: the rank's JSON state, and where its tensors lie
     rank-00000.safetensors   the rank's tensors, readable by plain safetensors
+
+On an object store the ranks' files are in a folder within, of the save's own name, which the manifest gives.
 """
 
 import json
@@ -15,11 +17,14 @@ from typing import Any
 
 from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from overlapkit.checkpoint.hashing import ALGORITHM, HASHES
+from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.checkpoint.writer import FORMAT, VERSION
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _FILE = re.compile(r"rank-(\d{5,})\.(json|safetensors)")
+SAVE = re.compile(r"[0-9a-f]{12}-\d+")
+"""The name of a save's own folder: its run's, and its number there."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Manifest:
         files: Name -> "bytes", and the checksum of a part under the name of its algorithm.
         hash: That algorithm.
         metrics: Typed JSON.
+        save: The folder within that the files are in, or nothing.
     """
 
     folder: Path
@@ -41,6 +47,12 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     hash: str
     metrics: dict[str, Any]
+    save: str = ""
+
+    @property
+    def inside(self) -> Path:
+        """The folder that the files are in."""
+        return self.folder / self.save if self.save else self.folder
 
     def part(self, rank: int) -> dict[str, Any]:
         """A rank's part, checked against its checksum.
@@ -49,13 +61,13 @@ class Manifest:
             DamagedCheckpoint: It differs from what was written.
         """
         name = f"rank-{rank:05d}.json"
-        data = _read(self.folder / name)
+        data = _read(self.inside / name)
         if HASHES[self.hash](data) != self.files[name].get(self.hash):
-            raise DamagedCheckpoint(f"{self.folder / name}: its checksum differs from the manifest's")
+            raise DamagedCheckpoint(f"{self.inside / name}: its checksum differs from the manifest's")
         try:
             part: dict[str, Any] = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{self.folder / name}: not JSON ({error})") from error
+            raise DamagedCheckpoint(f"{self.inside / name}: not JSON ({error})") from error
         return part
 
 
@@ -83,9 +95,13 @@ def is_ours(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MANIFEST, "rank-00000.json"))
 
 
-def manifest_bytes(step: int, files: dict[str, dict[str, Any]], world: int, metrics: dict[str, Any]) -> bytes:
+def manifest_bytes(
+    step: int, files: dict[str, dict[str, Any]], world: int, metrics: dict[str, Any], save: str = ""
+) -> bytes:
     """A manifest with its own checksum: crc32, so that version 1 can tell that it is sound."""
-    inner = {"step": step, "world": world, "files": files, "metrics": metrics}
+    inner: dict[str, Any] = {"step": step, "world": world, "files": files, "metrics": metrics}
+    if save:
+        inner["save"] = save
     document = {"format": FORMAT, "version": VERSION, "hash": ALGORITHM, "checkpoint": inner}
     return json.dumps({"crc32": _checksum(document), **document}).encode()
 
@@ -109,21 +125,38 @@ def read_manifest(folder: Path) -> Manifest:
         inner = document["checkpoint"]
         hash = document.get("hash", "crc32")  # version 1 does not name it
         HASHES[hash]
-        found = Manifest(folder, inner["step"], inner["world"], inner["files"], hash, inner["metrics"])
+        save = inner.get("save", "")
+        found = Manifest(folder, inner["step"], inner["world"], inner["files"], hash, inner["metrics"], save)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: not a manifest ({type(error).__name__}: {error})") from error
     if not sound or step_name(found.step) != folder.name:
         raise DamagedCheckpoint(f"{path}: its checksum, or its step, does not agree with its content")
+    if found.save != "" and not _is_save(found):
+        raise DamagedCheckpoint(f"{path}: names {found.save!r}, which is no folder of a save")
+    sizes = _sizes(found)
     for name, file in found.files.items():
         if not _FILE.fullmatch(name):
             raise DamagedCheckpoint(f"{path}: names {name!r}, which is no file of a checkpoint")
-        size = size_of(folder / name)
+        size = sizes.get(name)
         if size != file["bytes"]:
             was = "missing" if size is None else f"{size} bytes long"
-            raise DamagedCheckpoint(f"{folder / name}: {was}, where {file['bytes']} bytes were written")
+            raise DamagedCheckpoint(f"{found.inside / name}: {was}, where {file['bytes']} bytes were written")
     if any(f"rank-{rank:05d}.json" not in found.files for rank in range(found.world)):
         raise DamagedCheckpoint(f"{path}: lists fewer parts than its {found.world} ranks wrote")
     return found
+
+
+def _sizes(manifest: Manifest) -> dict[str, int | None]:
+    inside = manifest.inside
+    if isinstance(inside, StorePath):
+        return {**inside.store.sizes(inside.key)}  # one request, where one for each file would be slow
+    return {name: size_of(inside / name) for name in manifest.files if _FILE.fullmatch(name)}
+
+
+def _is_save(manifest: Manifest) -> bool:
+    if not isinstance(manifest.save, str) or not SAVE.fullmatch(manifest.save):
+        return False
+    return isinstance(manifest.inside, StorePath) or not manifest.inside.is_symlink()
 
 
 def _checksum(document: Any) -> int:
@@ -141,6 +174,6 @@ def size_of(path: Path) -> int | None:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return path.read_bytes()  # a StorePath's, too
     except OSError as error:
         raise DamagedCheckpoint(f"{path}: cannot be read ({error})") from error

@@ -10,6 +10,8 @@ from typing import Any
 
 from overlapkit.checkpoint.codec import encode
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
 
 def check_options(
     directory: object,
@@ -20,9 +22,13 @@ def check_options(
     in_flight: object,
     stage: object,
     timeout: object,
+    local: object = None,
 ) -> None:
     """Raise where an argument of Checkpointer is wrong, or not there yet."""
-    check_path("directory", directory)
+    if not is_url(directory):
+        check_path("directory", directory)
+    if local is not None:
+        check_path("local", local)
     if every == "auto":
         raise NotImplementedError("every='auto' is not there yet: give a number of steps")
     if best is not None:
@@ -50,6 +56,11 @@ def check_options(
         raise ValueError(f"timeout={timeout!r}: give a number of seconds above 0")
 
 
+def is_url(where: object) -> bool:
+    """Whether this is a URL, and no path."""
+    return isinstance(where, str) and _URL.match(where) is not None
+
+
 def check_path(argument: str, path: object) -> None:
     """Raise where an argument is no path of this machine."""
     if not isinstance(path, str | os.PathLike):
@@ -58,7 +69,10 @@ def check_path(argument: str, path: object) -> None:
     if not text or "\0" in text:
         raise ValueError(f"{argument}={text!r} is no path: give one, such as 'runs/a'")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):  # also what a Path makes of a URL: one slash of two
-        raise NotImplementedError(f"{argument}={path!r}: object stores are not there yet; give a local path")
+        raise NotImplementedError(
+            f"{argument}={path!r}: object stores are not there yet here; give a local path (where a URL is "
+            "allowed, give it as text: a Path loses one of its slashes)"
+        )
 
 
 def check_step(step: object) -> int:
@@ -109,7 +123,7 @@ def open_directory(root: Path) -> None:
         missing = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(parents=True, exist_ok=True)
         for made in missing:
-            _sync_parent(made)
+            sync_parent(made)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"directory={str(root)!r}: it, or a part of it, is a file; give a folder") from error
     except OSError as error:
@@ -120,7 +134,8 @@ def open_directory(root: Path) -> None:
         )
 
 
-def _sync_parent(path: Path) -> None:
+def sync_parent(path: Path) -> None:
+    """Wait until it is on the disk that a folder has this entry."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

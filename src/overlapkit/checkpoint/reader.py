@@ -19,7 +19,8 @@ from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.catalog import Chunk, Saved, Wanted
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.hashing import HASHES
-from overlapkit.checkpoint.turns import take_turns
+from overlapkit.checkpoint.remote.place import StorePath
+from overlapkit.checkpoint.turns import many_at_once, take_turns
 from overlapkit.lane import Lane
 
 _AT_ONCE = 16 << 20  # bytes that one read takes
@@ -90,7 +91,8 @@ class Reader:
                 both = chunk.box if chunk.box == box else box.meet(chunk.box)
                 if both is None:
                     continue
-                self._fd(chunk.path)
+                if not isinstance(chunk.path, StorePath):
+                    self._fd(chunk.path)
                 found += both.numel
                 if both.shape[1:] == box.shape[1:] == chunk.box.shape[1:]:
                     blocks += _rows(chunk, target, box, both, saved)
@@ -122,7 +124,10 @@ class Reader:
         file, hash = part["file"], part.get("hash", "crc32")
         if file is not None:
             path = folder / file["name"]
-            header = os.pread(self._fd(path), file["header"], 0)
+            if isinstance(path, StorePath):
+                header = path.store.read(path.key, 0, file["header"])
+            else:
+                header = os.pread(self._fd(path), file["header"], 0)
             if HASHES[hash](header) != file[hash]:
                 raise DamagedCheckpoint(f"{path}: the checksum of its header differs from the part's")
 
@@ -130,7 +135,7 @@ class Reader:
         """Read blocks that lie one after the other, and check them."""
         views = [memoryview(bytearray(b.nbytes)) if b.into is None else b.into for b in blocks]
         path = blocks[0].chunk.path
-        _read_all(self._fd(path), views, blocks[0].offset, path)
+        self._read_all(path, views, blocks[0].offset)
         for block, view in zip(blocks, views, strict=True):
             block.check(view)
 
@@ -144,6 +149,12 @@ class Reader:
         rows = memory[first - start : first - start + length].view(saved.dtype)
         columns = both.inside(chunk.box)[1:]
         target[both.inside(box)] = rows.view(both.shape[0], *chunk.box.shape[1:])[(slice(None), *columns)]
+
+    def _read_all(self, path: Path, views: list[memoryview], offset: int) -> None:
+        if isinstance(path, StorePath):
+            path.read_into(views, offset)
+        else:
+            _read_all(self._fd(path), views, offset, path)
 
     def _fd(self, path: Path) -> int:
         if path not in self._open:
@@ -265,7 +276,11 @@ def read_boxes(
     with Reader() as reader:
         jobs = reader.jobs((values[name], box, saved) for name, (saved, box) in wanted.items())
         first = int(turn * len(jobs))
-        take_turns(jobs[first:] + jobs[:first], helper)
+        jobs = jobs[first:] + jobs[:first]
+        if any(isinstance(chunk.path, StorePath) for saved, _ in wanted.values() for chunk in saved.chunks):
+            many_at_once(jobs)
+        else:
+            take_turns(jobs, helper)
     return values
 
 

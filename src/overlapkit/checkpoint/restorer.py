@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,15 +20,15 @@ from overlapkit.quorum import Quorum, Report
 
 
 class Restorer:
-    """Restores the checkpoints of one directory.
+    """Restores the checkpoints of one directory, or of several tiers.
 
     Invariants:
         * All ranks restore the same checkpoint, or none.
         * A state is changed only after everything that it takes has been read and checked, on all ranks.
     """
 
-    def __init__(self, root: Path, quorum: Quorum, stager: Stager, helper: Lane) -> None:
-        self._root = root
+    def __init__(self, places: Sequence[Path], quorum: Quorum, stager: Stager, helper: Lane) -> None:
+        self._places = places
         self._quorum = quorum
         self._stager = stager
         self._helper = helper
@@ -38,36 +39,41 @@ class Restorer:
     ) -> int:
         """See `Checkpointer.restore`. No save may be in flight."""
         name = f"restore/{next(self._calls)}"
-        steps = self._quorum.together(name, dict, lambda _: {"steps": self.candidates(step)})["steps"]
+        found = self._quorum.together(name, dict, lambda _: {"found": self.candidates(step)})["found"]
         damage: list[str] = []
-        for candidate in steps:
-            damaged = self._restore_one(f"{name}/{candidate}", candidate, state, only, strict)
+        for candidate, place in found:
+            folder = self._places[place] / step_name(candidate)
+            damaged = self._restore_one(f"{name}/{candidate}/{place}", folder, state, only, strict)
             if not damaged:
                 return int(candidate)
             damage.append(damaged)
-            if step == "latest":
+            if step == "latest" or len(damage) < len(found):
                 warnings.warn(f"{step_name(candidate)} is damaged and is skipped: {damaged}", stacklevel=3)
         if damage:  # nothing sound is left: starting from 0 in silence would lose the run
             raise DamagedCheckpoint("; ".join(damage))
         return 0
 
-    def candidates(self, step: int | Literal["latest"]) -> list[int]:
-        """The checkpoints to try, the best first.
+    def candidates(self, step: int | Literal["latest"]) -> list[tuple[int, int]]:
+        """The checkpoints to try, the best first: the step, and which place it is in.
 
         Raises:
             FileNotFoundError: There is none of this step.
         """
-        there = list(step_folders(self._root))
+        there = [(found, place) for place, root in enumerate(self._places) for found in step_folders(root)]
+        there.sort(key=lambda one: (-one[0], one[1]))
         if step == "latest":
-            return there[::-1]
-        if (number := check_step(step)) not in there:
+            return there
+        wanted = [one for one in there if one[0] == check_step(step)]
+        if not wanted:
+            steps = sorted({found for found, _ in there})
             raise FileNotFoundError(
-                f"step={step}: {self._root} has no such checkpoint, but {there or 'none at all'}"
+                f"step={step}: {' and '.join(map(str, self._places))} has no such checkpoint, but "
+                f"{steps or 'none at all'}"
             )
-        return [number]
+        return wanted
 
     def _restore_one(
-        self, key: str, step: int, state: dict[str, Any], only: tuple[str, ...] | None, strict: bool
+        self, key: str, folder: Path, state: dict[str, Any], only: tuple[str, ...] | None, strict: bool
     ) -> str:
         """Restore one checkpoint, on all ranks or on none; returns what is damaged, or nothing."""
         loans: list[PinnedBuffer] = []
@@ -75,7 +81,7 @@ class Restorer:
 
         def work() -> Report:
             try:
-                done.append(self._read(step, state, only, strict, loans))
+                done.append(self._read(folder, state, only, strict, loans))
             except DamagedCheckpoint as error:
                 return {"damaged": str(error)}
             return {}
@@ -92,13 +98,13 @@ class Restorer:
 
     def _read(
         self,
-        step: int,
+        folder: Path,
         state: dict[str, Any],
         only: tuple[str, ...] | None,
         strict: bool,
         loans: list[PinnedBuffer],
     ) -> tuple[Plan, Values, Catalog]:
-        manifest = read_manifest(self._root / step_name(step))
+        manifest = read_manifest(folder)
         rank, world = self._quorum.rank, self._quorum.world
         catalog = Catalog(manifest, rank, world, writers_of(state))
         plan = make_plan(state, catalog, only)

@@ -77,7 +77,7 @@ def find_damage(folder: Path, progress: Progress | None = None) -> list[Damage]:
 
 def _in_share(manifest: Manifest, rank: int, count: Count) -> Iterator[Damage]:
     """The damage in one rank's files."""
-    path = manifest.folder / f"rank-{rank:05d}.json"
+    path = manifest.inside / f"rank-{rank:05d}.json"
     try:
         part = manifest.part(rank)
         tensors = [saved for saved, _ in saved_tensors(part, manifest, path)]
@@ -90,7 +90,7 @@ def _in_share(manifest: Manifest, rank: int, count: Count) -> Iterator[Damage]:
         return
     with Reader() as reader:
         try:
-            reader.check_header(part, manifest.folder)
+            reader.check_header(part, manifest.inside)
             count.add(part["file"]["header"] if part["file"] is not None else 0)
         except DamagedCheckpoint as error:
             yield _whole(path.with_suffix(".safetensors"), error)
