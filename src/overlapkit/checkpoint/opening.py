@@ -10,7 +10,7 @@ from typing import Any
 
 from overlapkit.checkpoint.codec import encode
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::\S*)?://")
 
 
 def check_options(
