@@ -3,21 +3,23 @@
 import json
 import os
 import shutil
+import sys
 import threading
 from datetime import UTC, datetime, timedelta
 
-import fsspec
 import pytest
 import torch
+from fsspec.registry import known_implementations
+from typer.testing import CliRunner
 
 from overlapkit.checkpoint import Checkpointer, DamagedCheckpoint, StoreError, describe, diff, export, verify
 from overlapkit.checkpoint.listing import list_checkpoints
-from overlapkit.checkpoint.manifest import manifest_bytes, read_manifest
+from overlapkit.checkpoint.manifest import _checksum, manifest_bytes, read_manifest
 from overlapkit.checkpoint.remote.store import Store
 from overlapkit.cli import app
 from tests.checkpoint.faults import read_value, value_state
 from tests.checkpoint.loop import assert_same, build, snapshot, train_step
-from tests.checkpoint.remote.injected import URL, Fault, Injected, faulty, names, objects, put_back
+from tests.checkpoint.remote.injected import URL, Fault, Injected, faulty, objects, put_back
 
 
 def save(url, *steps, **options):
@@ -179,15 +181,11 @@ def test_wrong_urls(monkeypatch, tmp_path):
         Checkpointer("simplecache::inject://bucket/run")
     with pytest.raises(NotImplementedError, match="local='s3://x'"):
         Checkpointer(URL, local="s3://x")
-    monkeypatch.setitem(fsspec.registry.target, "later", None) if False else None
-    from fsspec.registry import known_implementations
-
-    monkeypatch.setitem(
-        known_implementations, "later", {"class": "not_there.Nothing", "err": "Install laterfs"}
-    )
+    later = {"class": "not_there.Nothing", "err": "Install laterfs"}
+    monkeypatch.setitem(known_implementations, "later", later)
     with pytest.raises(ImportError, match="'later://x': Install laterfs"):
         Checkpointer("later://x")
-    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ImportError, match=r"pip install 'overlapkit\[remote\]'"):
         Checkpointer(URL)
 
@@ -229,8 +227,6 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path, name):
     document = json.loads(data)
     document.pop("crc32")
     document["checkpoint"]["save"] = name
-    from overlapkit.checkpoint.manifest import _checksum
-
     data = json.dumps({"crc32": _checksum(document), **document}).encode()
     (tmp_path / "step-1" / "manifest.json").write_bytes(data)
     if name == "":  # the flat layout
@@ -254,8 +250,6 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
 
 
 def test_the_tools_read_urls(tmp_path, capsys):
-    from typer.testing import CliRunner
-
     with Checkpointer(URL) as checkpointer:
         checkpointer.save(1, value_state(1), metrics={"loss": 0.5})
         checkpointer.save(2, value_state(2))
@@ -272,18 +266,8 @@ def test_the_tools_read_urls(tmp_path, capsys):
     assert not diff(f"{URL}/step-1", f"{URL}/step-2").same
     assert export(URL, tmp_path / "out", only="model").tensors == 2
     run = CliRunner().invoke
-    for words in (
-        ["ls", URL, "--verify"],
-        ["show", URL],
-        ["verify", URL, "--all"],
-        ["show", f"{URL}/step-1"],
-    ):
-        result = run(app, ["checkpoint", *words])
+    for words in ("ls --verify", "show", "verify --all"):
+        result = run(app, ["checkpoint", *words.split(), URL])
         assert result.exit_code == 0, result.output
     assert run(app, ["checkpoint", "ls", "inject://bucket/none"]).exit_code == 2
     assert run(app, ["checkpoint", "diff", f"{URL}/step-1", f"{URL}/step-1"]).exit_code == 0
-
-
-def test_names_of_objects():
-    save(URL, 7)
-    assert names() == ["step-7/manifest.json", "step-7/rank-00000.json", "step-7/rank-00000.safetensors"]
