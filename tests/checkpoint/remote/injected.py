@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 URL = "inject://bucket/run"
@@ -124,7 +125,21 @@ class Injected(MemoryFileSystem):
         return self._call("delete", first[0], lambda: real(path, **kwargs), lambda: real(first[:1]))
 
 
+class OnDisk(LocalFileSystem):
+    """A store that several processes see, and that is no file:// to us: its objects are files."""
+
+    protocol = ("disk",)
+
+    def __init__(self, **options):
+        super().__init__(auto_mkdir=True, **options)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("disk://"))
+
+
 fsspec.register_implementation("inject", Injected, clobber=True)
+fsspec.register_implementation("disk", OnDisk, clobber=True)
 
 
 @contextmanager
@@ -157,4 +172,4 @@ def names(*, folder: str = "/bucket/run/") -> list[str]:
     return sorted("/".join([parts[0], parts[-1]]) for parts in kept)
 
 
-__all__ = ["URL", "Fault", "Injected", "faulty", "names", "objects", "put_back"]
+__all__ = ["URL", "Fault", "Injected", "OnDisk", "faulty", "names", "objects", "put_back"]
