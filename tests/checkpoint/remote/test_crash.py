@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from overlapkit.checkpoint import Checkpointer, CheckpointError
+from overlapkit.checkpoint import Checkpointer, CheckpointError, list_checkpoints
 from overlapkit.checkpoint.remote import folder as folder_module
 from tests.checkpoint.faults import in_child, kill, read_value, value_state
 from tests.checkpoint.remote.injected import URL, Fault, faulty, names, objects, put_back
@@ -68,6 +68,8 @@ def test_a_store_that_goes_away_at_any_request(tmp_path, scenario, tier):
             assert read_value(URL) == (step, 99)
         found = read_value(URL)
         assert found in allowed, (how, counted.calls[at])
+        if found[0]:
+            assert all(one.state == "committed" for one in list_checkpoints(URL)), "a half is visible"
         seen.add(found)
         if tier == "local" and (local / f"step-{step}").exists():
             with Checkpointer(URL, local=local) as checkpointer:
