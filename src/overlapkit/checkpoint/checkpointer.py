@@ -170,13 +170,14 @@ class Checkpointer:
             self._unfinished.make_room(self._in_flight)
             save = self._begin(step, state, kept_metrics)
             self._unfinished.add(save)
-            if save.uploaded is not None:
-                self._unsent.add(Save(step, save.staged, save.uploaded))
+            sent = None if save.uploaded is None else Save(step, save.staged, save.uploaded)
+            if sent is not None:
+                self._unsent.add(sent)
             if block:
                 save.committed.settle()
         save._blocked_s = (time.perf_counter_ns() - start) / 1e9
         self._unfinished.surface(None if block else save)
-        self._unsent.surface()
+        self._unsent.surface(sent)
         return save
 
     def restore(
