@@ -10,6 +10,7 @@ from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.manifest import Manifest, read_manifest
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Reader
+from overlapkit.checkpoint.remote.place import StorePath
 
 _SHOWN = 20  # places that an error's text names; its `damage` has them all
 
@@ -133,4 +134,6 @@ def _joined(places: Iterator[Damage]) -> Iterator[Damage]:
 def _whole(path: Path, error: DamagedCheckpoint) -> Damage:
     """Damage that has no place in a tensor; an error's text begins with the file that it means."""
     named, _, what = str(error).partition(": ")
-    return Damage(Path(named), what) if what else Damage(path, str(error))
+    if isinstance(path, StorePath) or not what:
+        return Damage(path, str(error))
+    return Damage(Path(named), what)

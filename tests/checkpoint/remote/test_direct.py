@@ -269,5 +269,10 @@ def test_the_tools_read_urls(tmp_path, capsys):
     for words in ("ls --verify", "show", "verify --all"):
         result = run(app, ["checkpoint", *words.split(), URL])
         assert result.exit_code == 0, result.output
-    assert run(app, ["checkpoint", "ls", "inject://bucket/none"]).exit_code == 2
     assert run(app, ["checkpoint", "diff", f"{URL}/step-1", f"{URL}/step-1"]).exit_code == 0
+    assert run(app, ["checkpoint", "ls", "inject://bucket/none"]).exit_code == 2
+    assert run(app, ["checkpoint", "ls", "nowhere://bucket"]).exit_code == 2
+    put_back({name: data for name, data in objects().items() if not name.endswith("safetensors")})
+    result = run(app, ["checkpoint", "verify", URL])
+    assert result.exit_code == 1
+    assert f"{URL}/step-2" in result.output

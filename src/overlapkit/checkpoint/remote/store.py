@@ -102,9 +102,13 @@ class Store:
     def modified(self, name: str) -> datetime | None:
         """When an object was written (UTC), by the store's clock; None where it does not tell."""
         try:
-            when: datetime = self._fs.modified(self._at(name))
-        except (NotImplementedError, FileNotFoundError):
+            when: datetime = self._ask(name, lambda: self._fs.modified(self._at(name)))
+        except FileNotFoundError:
             return None
+        except StoreError as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                return None
+            raise
         return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
 
     def put(self, name: str, data: bytes, aside: str = "") -> None:
