@@ -9,7 +9,7 @@ import pytest
 from overlapkit.checkpoint import Checkpointer, CheckpointError, list_checkpoints
 from overlapkit.checkpoint.remote import folder as folder_module
 from tests.checkpoint.faults import in_child, kill, read_value, value_state
-from tests.checkpoint.remote.injected import URL, Fault, faulty, names, objects, put_back
+from tests.checkpoint.remote.injected import URL, Fault, Injected, faulty, names, objects, put_back
 
 SCENARIOS = {
     # name: (options, steps there, step saved, what may be found afterwards: (step, value))
@@ -160,3 +160,26 @@ def test_killed_at_any_change_to_a_folder_behind_a_local_one(tmp_path, monkeypat
         shutil.rmtree(tmp_path / "other")
         assert not [name for name in os.listdir(far) if not name.startswith("step-")]
     assert seen == allowed
+
+
+@pytest.mark.parametrize("tier", ["direct", "local"])
+def test_an_object_that_arrives_short_without_a_word_is_no_checkpoint(tmp_path, monkeypatch, tier):
+    fill(URL, [1])
+    local = {"local": tmp_path} if tier == "local" else {}
+    real = Injected.find
+
+    def short(self, path, **kwargs):
+        found = real(self, path, **kwargs)
+        for name, info in found.items():
+            if "step-2" in name and name.endswith("safetensors"):
+                info["size"] -= 1
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Injected, "find", short)
+        with pytest.raises(
+            CheckpointError, match=r"rank-00000.safetensors: \d+ bytes, where \d+ were written"
+        ):
+            save(URL, 2, **local)
+    assert read_value(URL) == (1, 1)
+    assert not [name for name in Injected.store if name.endswith("step-2/manifest.json")]
