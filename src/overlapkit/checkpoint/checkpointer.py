@@ -84,7 +84,8 @@ class Checkpointer:
 
     Raises:
         ValueError: An argument is out of range, or the directory is a file.
-        PermissionError: The directory cannot be written to.
+        PermissionError: The directory, or the store, cannot be written to.
+        ImportError: fsspec, or its package for the URL, is not installed.
         RuntimeError: WORLD_SIZE is set and there is no process group.
     """
 

@@ -177,9 +177,7 @@ def test_an_object_that_arrives_short_without_a_word_is_no_checkpoint(tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr(Injected, "find", short)
-        with pytest.raises(
-            CheckpointError, match=r"rank-00000.safetensors: \d+ bytes, where \d+ were written"
-        ):
+        with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: \d+ bytes, where \d+ were"):
             save(URL, 2, **local)
     assert read_value(URL) == (1, 1)
     assert not [name for name in Injected.store if name.endswith("step-2/manifest.json")]
