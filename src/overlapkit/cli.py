@@ -22,7 +22,7 @@ checkpoint = typer.Typer(
 app.add_typer(checkpoint, name="checkpoint")
 
 Where = Annotated[
-    str, typer.Argument(help="A directory of checkpoints (its newest), or one's folder step-N.")
+    str, typer.Argument(help="A directory of checkpoints (its newest), or one's folder step-N; or a URL.")
 ]
 StepArgument = Annotated[int | None, typer.Argument(help="Which checkpoint; the newest where not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -35,7 +35,7 @@ def overlapkit() -> None:
 
 @checkpoint.command()
 def ls(
-    directory: Annotated[str, typer.Argument(help="A directory of checkpoints.")],
+    directory: Annotated[str, typer.Argument(help="A directory of checkpoints, or its URL.")],
     check: Annotated[bool, typer.Option("--verify", help="Read every byte against its checksum.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -216,7 +216,14 @@ def _exit_status() -> Iterator[None]:
         yield
     except (typer.Exit, BrokenPipeError):  # said already; `| head` has seen enough
         raise
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+    except (
+        ValueError,
+        TypeError,
+        ImportError,  # what reads URLs
+        FileNotFoundError,
+        FileExistsError,
+        NotADirectoryError,
+    ) as error:
         _complain(f"error: {error}")
         raise typer.Exit(2) from None
     except (RuntimeError, OSError) as error:

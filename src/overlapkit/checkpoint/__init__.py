@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Any
 from overlapkit.checkpoint.checkpointer import Checkpointer
 from overlapkit.checkpoint.contents import Contents, TensorEntry, describe
 from overlapkit.checkpoint.differences import Difference, TensorDifference, diff
-from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint, MismatchError, RankFailed
+from overlapkit.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    MismatchError,
+    RankFailed,
+    StoreError,
+)
 from overlapkit.checkpoint.exchange.exporting import Exported, export
 from overlapkit.checkpoint.exchange.importing import import_checkpoint
 from overlapkit.checkpoint.exchange.pretrained import Loaded, load_pretrained
@@ -38,6 +44,7 @@ __all__ = [
     "SafetensorsSavePlanner",
     "SafetensorsWriter",
     "Save",
+    "StoreError",
     "TensorDifference",
     "TensorEntry",
     "describe",

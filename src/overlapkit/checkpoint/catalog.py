@@ -87,7 +87,7 @@ class Catalog:
         self.whole = len(numbers) == manifest.world
         for number in numbers:
             part = manifest.part(number)
-            path = manifest.folder / f"rank-{number:05d}.json"
+            path = manifest.inside / f"rank-{number:05d}.json"
             with making_sense_of(path, "a part"):
                 for saved, own in saved_tensors(part, manifest, path):
                     if number == mine or not own:

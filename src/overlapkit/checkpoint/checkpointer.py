@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from overlapkit.checkpoint.at_exit import close_at_exit
 from overlapkit.checkpoint.auto import schedule
 from overlapkit.checkpoint.commit import RunLock
-from overlapkit.checkpoint.deletion import Deletion
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Run
@@ -21,7 +20,6 @@ from overlapkit.checkpoint.opening import (
     check_options,
     check_step,
     check_which,
-    open_directory,
     open_run,
 )
 from overlapkit.checkpoint.planner import Planner
@@ -32,6 +30,7 @@ from overlapkit.checkpoint.save import Save, Unfinished, not_due
 from overlapkit.checkpoint.saver import Saver
 from overlapkit.checkpoint.shelf import Shelf
 from overlapkit.checkpoint.stage import LANE, Stager
+from overlapkit.checkpoint.tiers import Tiers
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
 from overlapkit.quorum import Quorum, Report
@@ -73,7 +72,10 @@ class Checkpointer(Shelf, Preemptible):
           waited for those, once by the next `save`, `wait` or `close`; that `save` has begun nevertheless.
 
     Args:
-        directory: Where the checkpoints are. Made if it does not exist.
+        directory: Where the checkpoints are: a path, which is made if it does not exist, or an fsspec URL
+            such as "s3://bucket/run" (docs/object_stores.md says what holds there).
+        local: A directory before it, such as "/nvme/run", that all ranks share. Saves are committed there as
+            anywhere, and uploaded behind training.
         every: Save only at multiples of this step; None saves at every call. "auto" counts calls of `save`,
             and saves as often as costs least: see Auto in auto.py. `Save.due` tells whether a call was one.
         mtbf: With every="auto", the mean time between failures of the whole job, in seconds.
@@ -89,7 +91,8 @@ class Checkpointer(Shelf, Preemptible):
 
     Raises:
         ValueError: An argument is out of range, or the directory is a file.
-        PermissionError: The directory cannot be written to.
+        PermissionError: The directory, or the store, cannot be written to.
+        ImportError: fsspec, or its package for the URL, is not installed.
         RuntimeError: WORLD_SIZE is set and there is no process group.
     """
 
@@ -99,6 +102,7 @@ class Checkpointer(Shelf, Preemptible):
         self,
         directory: str | os.PathLike[str],
         *,
+        local: str | os.PathLike[str] | None = None,
         every: int | Literal["auto"] | None = None,
         mtbf: float | None = None,
         keep: int | None = None,
@@ -108,30 +112,42 @@ class Checkpointer(Shelf, Preemptible):
         stage: Literal["late", "now"] = "late",
         timeout: float = 600.0,
     ) -> None:
-        check_options(directory, every, mtbf, keep, keep_every, in_flight, stage, timeout)
+        check_options(directory, every, mtbf, keep, keep_every, in_flight, stage, timeout, local)
         self._best = check_best(best)
         self._every = schedule(every, mtbf, in_flight)
-        self._root = Path(directory)
         self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
         self._lock: RunLock | None = None
-        opened = self._quorum.together("open", self._open, self._open_run)
+        opened = self._quorum.together("open", lambda: self._open(directory, local), self._open_run)
+        self._tiers.check_shared(self._quorum, f".run-{opened['run']}.lock")
         self._log = SpanLog()
         self._writer, self._helper = Lane(LANE, kind="thread"), Lane(LANE, kind="thread")
-        policy = Policy(keep, keep_every, self._best) if self._quorum.rank == 0 else Policy()
-        root, name = self._root, opened["run"]
-        self._deletion = Deletion(self._disk, root, name, policy)
-        self._run = Run(
-            root, name, self._quorum, self._disk, self._log, self._helper, self._deletion, self._every
+        name, policy = opened["run"], Policy(keep, keep_every, self._best)
+        self._deletion = self._tiers.deletion(
+            self._disk, name, policy if self._quorum.rank == 0 else Policy()
         )
+        self._run = Run(
+            self._tiers.root,
+            name,
+            self._quorum,
+            self._disk,
+            self._log,
+            self._helper,
+            self._deletion,
+            self._every,
+        )
+        self._uploads = self._tiers.uploads(name, timeout, self._log, policy)
         self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
-        self._unfinished = Unfinished(self._log)
-        self._restorer = Restorer(self._root, self._best, self._quorum, self._stager, self._helper)
-        self._saver = Saver(self._run, self._planner, self._stager, self._writer, self._unfinished, in_flight)
+        self._unfinished, self._unsent = Unfinished(self._log), Unfinished(self._log)
+        self._restorer = Restorer(self._tiers.places, self._best, self._quorum, self._stager, self._helper)
+        job = partial(self._tiers.job, self._uploads)
+        self._saver = Saver(
+            self._run, job, self._planner, self._stager, self._writer, self._unfinished, in_flight
+        )
         self._calls = 0
         self._closing = self._closed = False
         self._unseen: list[BaseException] = []
-        self._stay_open = close_at_exit(self, self._root)
+        self._stay_open = close_at_exit(self, self._tiers.root)
 
     def save(
         self,
@@ -167,14 +183,19 @@ class Checkpointer(Shelf, Preemptible):
         leaving = self._preemption is not None and self._preemption.is_now(self._calls)
         if not self._every.enter(self._calls, step) and not leaving:
             self._unfinished.surface()
+            self._unsent.surface()
             if not len(self._unfinished):
                 self._saver.prepare(state)
             self._every.leave(None, len(self._unfinished) > 0)
             return not_due(step)
         save = self._saver.save(self._calls, step, state, kept_metrics, block)
+        sent = None if save.uploaded is None else Save(step, save.staged, save.uploaded)
+        if sent is not None:
+            self._unsent.add(sent)
         if leaving and self._preemption is not None:
             self._preemption.finish(save, self)
         self._unfinished.surface(None if block else save)
+        self._unsent.surface(sent)
         self._every.leave(save, len(self._unfinished) > 0)
         return save
 
@@ -220,25 +241,28 @@ class Checkpointer(Shelf, Preemptible):
         return restored
 
     def wait(self) -> None:
-        """Block until all saves are committed.
+        """Block until all saves are committed, and uploaded where there is something before the store.
 
         Raises:
             Exception: Whatever made one of them fail, once.
         """
         self._unfinished.settle()
+        self._unsent.settle()
         self._unfinished.surface()
+        self._unsent.surface()
 
     def timings(self) -> list[Span]:
         """The spans finished since the last call, lane "checkpoint".
 
         Exposed are save (the call) and wait for staging (in the optimizer's step). Beside the step run
-        stage and write (with bytes), and commit.
+        stage, write and upload (with bytes), and commit.
         """
         return self._log.take()
 
     def close(self) -> None:
-        """Finish all saves, free the memory, take the hooks out of the optimizers. Safe to call twice.
+        """Finish all saves and uploads, free the memory, take the hooks out of the optimizers.
 
+        Safe to call twice.
         When it is interrupted, no more saves can begin, and the next call goes on with it. At the exit of
         the interpreter, whatever is still open is closed.
 
@@ -251,8 +275,11 @@ class Checkpointer(Shelf, Preemptible):
         if self._preemption is not None:
             self._preemption.retire()
         self._unfinished.settle()
-        self._unseen += self._unfinished.unseen()
+        self._unsent.settle()
+        self._unseen += self._unfinished.unseen() + self._unsent.unseen()
         self._writer.close()
+        if self._uploads is not None:
+            self._uploads.close()
         self._helper.close()
         self._deletion.close()
         self._planner.forget()
@@ -283,14 +310,17 @@ class Checkpointer(Shelf, Preemptible):
                 raise
             error.add_note(f"a save also failed: {late!r}")
 
-    def _open(self) -> Report:
-        open_directory(self._root)
-        return {}
+    def _open(self, directory: str | os.PathLike[str], local: str | os.PathLike[str] | None) -> Report:
+        self._tiers = Tiers(directory, local)
+        return self._tiers.open(self._quorum.rank)
 
     def _open_run(self, reports: list[Report]) -> Report:
         """Rank 0's share of the construction."""
-        self._lock = open_run(self._disk, self._root)
-        return {"run": self._lock.run}
+        run = self._tiers.sweep()
+        if not self._tiers.direct:
+            self._lock = open_run(self._disk, self._tiers.root)
+            run = self._lock.run
+        return {"run": run}
 
     def _check_open(self) -> None:
         if self._closing:

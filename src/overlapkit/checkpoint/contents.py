@@ -114,7 +114,7 @@ def own_share(manifest: Manifest, rank: int) -> OwnShare:
     Raises:
         DamagedCheckpoint: Its part differs from what was written.
     """
-    part, path = manifest.part(rank), manifest.folder / f"rank-{rank:05d}.json"
+    part, path = manifest.part(rank), manifest.inside / f"rank-{rank:05d}.json"
     with making_sense_of(path, "a part"):
         tensors = {saved.name: saved for saved, own in saved_tensors(part, manifest, path) if own}
         values = dict(leaves(part["rng"], "rng"))

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Protocol
 
 from overlapkit.checkpoint.commit import discard, tidy
 from overlapkit.checkpoint.disk import Disk
@@ -12,6 +13,19 @@ from overlapkit.checkpoint.retention import Policy
 from overlapkit.checkpoint.stage import LANE
 from overlapkit.checkpoint.verification import verify
 from overlapkit.lane import Lane, Ticket
+
+
+class Deleting(Protocol):
+    """What Deletion does, to whatever place."""
+
+    def committed(self, step: int) -> None:
+        """This run has committed a step: delete what is surplus now."""
+
+    def read_whole(self, step: int) -> None:
+        """Every byte of a checkpoint was read and checked."""
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
 
 
 class Deletion:

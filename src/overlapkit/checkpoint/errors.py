@@ -3,6 +3,7 @@
 CheckpointError
 ├── RankFailed          another rank failed, or did not report in time
 ├── DamagedCheckpoint   the bytes on disk are not those that were written
+├── StoreError          an object store failed, or refused
 └── MismatchError       the checkpoint is sound, but the state does not fit it
 """
 
@@ -32,6 +33,10 @@ class DamagedCheckpoint(CheckpointError):
     def __init__(self, message: str, damage: "tuple[Damage, ...]" = ()) -> None:
         super().__init__(message)
         self.damage = damage
+
+
+class StoreError(CheckpointError):
+    """A request to an object store failed to the end; the message names the object, the cause says why."""
 
 
 class MismatchError(CheckpointError):

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from overlapkit.checkpoint.codec import decode
-from overlapkit.checkpoint.errors import CheckpointError
+from overlapkit.checkpoint.errors import CheckpointError, StoreError
 from overlapkit.checkpoint.manifest import is_ours, read_manifest, step_folders, step_of
 from overlapkit.checkpoint.opening import check_step
+from overlapkit.checkpoint.remote.place import StorePath
+from overlapkit.checkpoint.remote.store import place_of
 
 Where = str | os.PathLike[str]
-"""A directory of checkpoints, or the folder `step-N` of one of them."""
+"""A directory of checkpoints, or the folder `step-N` of one of them; a path or an fsspec URL."""
 Step = int | Literal["latest"]
 
 
@@ -26,11 +28,12 @@ def find_checkpoint(where: Where, step: Step = "latest") -> Path:
         FileNotFoundError: There is none.
         ValueError: `where` is the folder of another step.
     """
-    path = Path(where)
+    path = place_of(where)
     if not path.is_dir():
         raise FileNotFoundError(f"{str(path)!r} does not exist, or is no folder")
     number = None if step == "latest" else check_step(step)
-    own = step_of(os.path.basename(os.path.abspath(path)))  # so that "." has a name, too
+    here = path if isinstance(path, StorePath) else Path(os.path.abspath(path))  # so that "." has a name, too
+    own = step_of(here.name)
     if own is not None and is_ours(path):
         if number not in (None, own):
             raise ValueError(f"step={number}: {str(path)!r} is the folder of step {own} alone")
@@ -45,13 +48,25 @@ def find_checkpoint(where: Where, step: Step = "latest") -> Path:
     return there[number]
 
 
-def sound_checkpoints(root: Path) -> dict[int, dict[str, float]]:
-    """The metrics of the committed checkpoints, by step: those with a sound manifest and all files."""
-    found = {}
-    for step, folder in step_folders(root).items():
-        with contextlib.suppress(CheckpointError):
-            found[step] = _numbers(read_manifest(folder).metrics)
-    return found
+def sound_checkpoints(*places: Path) -> dict[int, dict[str, float]]:
+    """The metrics of committed checkpoints, by step, ascending: those with a sound manifest and all files.
+
+    Args:
+        places: Where they are; of those of one step the first counts.
+
+    Raises:
+        StoreError: A store failed, which says nothing about what is in it.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for place in places:
+        for step, folder in step_folders(place).items():
+            try:
+                found.setdefault(step, _numbers(read_manifest(folder).metrics))
+            except StoreError:
+                raise
+            except CheckpointError:
+                continue
+    return dict(sorted(found.items()))
 
 
 def _numbers(metrics: Any) -> dict[str, float]:

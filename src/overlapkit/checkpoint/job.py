@@ -8,7 +8,7 @@ from typing import Any
 
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.commit import commit
-from overlapkit.checkpoint.deletion import Deletion
+from overlapkit.checkpoint.deletion import Deleting
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import CheckpointError, RankFailed
 from overlapkit.checkpoint.every import Every
@@ -31,7 +31,7 @@ class Run:
     disk: Disk
     log: SpanLog
     helper: Lane
-    deletion: Deletion
+    deletion: Deleting
     every: Every
 
 
@@ -86,20 +86,19 @@ class Job:
                 elif not getattr(error, "undecided", False):  # rank 0 may be about to commit these files
                     remove_share(run.disk, temporary, run.quorum.rank)  # a late rank makes the folder anew
             raise
-        run.every.follow(verdict)
-        final = run.root / step_name(self.step)
-        if run.quorum.rank == 0:
+        return self._after(verdict)
+
+    def _after(self, verdict: Report) -> Path:
+        """What follows the commit, on every rank."""
+        self.run.every.follow(verdict)
+        final = self.run.root / step_name(self.step)
+        if self.run.quorum.rank == 0:
             self._delete_surplus(final)
         return final
 
     def _write(self, temporary: Path) -> Report:
         memory = self.staging.memory()
-        about = {
-            "step": self.step,
-            "rank": self.run.quorum.rank,
-            "world": self.run.quorum.world,
-            "rng": rng.typed(self.generators),
-        }
+        about = self._about()
         with self.run.log.host(LANE, "write", bytes=memory.numel()):
             files = write_share(
                 self.run.disk,
@@ -110,10 +109,34 @@ class Job:
                 about,
                 self.run.helper,
             )
+        return self._report(files)
+
+    def _report(self, files: dict[str, dict[str, Any]]) -> Report:
         plain = self.share.plan.plain_tensors
         return {"step": self.step, "files": files, "plain": plain, **self.about_rank}
 
+    def _about(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "rank": self.run.quorum.rank,
+            "world": self.run.quorum.world,
+            "rng": rng.typed(self.generators),
+        }
+
     def _commit(self, temporary: Path, reports: list[Report]) -> Report:
+        with self.run.log.host(LANE, "commit"):
+            commit(self.run.disk, temporary, self.step, self._agreed(reports), self._about_all())
+        return self._verdict(reports)
+
+    def _verdict(self, reports: list[Report]) -> Report:
+        """What rank 0 says to all when a save is committed."""
+        return self.run.every.decide(self.number, time.monotonic() - self.began, reports)
+
+    def _about_all(self) -> dict[str, Any]:
+        return {"world": self.run.quorum.world, "metrics": self.metrics}
+
+    def _agreed(self, reports: list[Report]) -> dict[str, dict[str, Any]]:
+        """The files of all ranks, which must have saved the same."""
         for rank, report in enumerate(reports):
             if report["step"] != self.step:
                 raise RankFailed(f"rank {rank} saved step {report['step']}, rank 0 step {self.step}")
@@ -122,16 +145,12 @@ class Job:
                     f"rank {rank} has other plain (not DTensor) tensors in its modules or optimizers than "
                     "rank 0: they would be lost, as rank 0 writes plain tensors for all ranks"
                 )
-        files = {name: file for report in reports for name, file in report["files"].items()}
-        about = {"world": self.run.quorum.world, "metrics": self.metrics}
-        with self.run.log.host(LANE, "commit"):
-            commit(self.run.disk, temporary, self.step, files, about)
-        return self.run.every.decide(self.number, time.monotonic() - self.began, reports)
+        return {name: file for report in reports for name, file in report["files"].items()}
 
     def _delete_surplus(self, final: Path) -> None:
         try:
             self.run.deletion.committed(self.step)
-        except OSError as error:
+        except (CheckpointError, OSError) as error:
             raise CheckpointError(
                 f"{final} is committed, but older ones cannot be deleted: {error}"
             ) from error

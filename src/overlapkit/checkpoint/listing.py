@@ -11,6 +11,8 @@ from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.finding import Where
 from overlapkit.checkpoint.manifest import MANIFEST, making_sense_of, read_manifest, step_folders
 from overlapkit.checkpoint.progress import Progress
+from overlapkit.checkpoint.remote.place import StorePath
+from overlapkit.checkpoint.remote.store import place_of
 from overlapkit.checkpoint.verification import verify
 
 
@@ -56,7 +58,7 @@ def list_checkpoints(
     Raises:
         FileNotFoundError: There is no such directory.
     """
-    root = Path(directory)
+    root = place_of(directory)
     if not root.is_dir():
         raise FileNotFoundError(f"directory={str(root)!r} does not exist, or is no folder")
     found = [_look(step, folder) for step, folder in step_folders(root).items()]
@@ -72,9 +74,12 @@ def list_checkpoints(
 
 def _look(step: int, folder: Path) -> Listed:
     listed = Listed(step, folder)
-    for path in folder.iterdir():
+    if isinstance(folder, StorePath):
+        listed.nbytes = sum(folder.store.sizes(folder.key).values())
+        listed.written = folder.store.modified((folder / MANIFEST).key)
+    for path in () if isinstance(folder, StorePath) else folder.rglob("*"):
         status = path.lstat()
-        listed.nbytes += status.st_size
+        listed.nbytes += status.st_size if path.is_file() else 0
         if path.name == MANIFEST:
             listed.written = datetime.fromtimestamp(status.st_mtime, UTC)
     try:

@@ -4,6 +4,8 @@ step-100/
     manifest.json            format, hash, step, world size, size of every file, checksum of every part
     rank-00000.json          part: the rank's JSON state, and where its tensors lie
     rank-00000.safetensors   the rank's tensors, readable by plain safetensors
+
+On an object store the ranks' files are in a folder within, of the save's own name, which the manifest gives.
 """
 
 import contextlib
@@ -20,11 +22,14 @@ from typing import Any
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from overlapkit.checkpoint.hashing import ALGORITHM, HASHES
+from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.checkpoint.writer import FORMAT, JSON_LIMIT, VERSION
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _FILE = re.compile(r"rank-(\d{5,})\.(json|safetensors)")
+SAVE = re.compile(r"[0-9a-f]{12}-\d+")
+"""The name of a save's own folder: its run's, and its number there."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Manifest:
         files: Name -> "bytes", and the checksum of a part under the name of its algorithm.
         hash: That algorithm.
         metrics: Typed JSON.
+        save: The folder within that the files are in, or nothing.
     """
 
     folder: Path
@@ -46,6 +52,12 @@ class Manifest:
     files: dict[str, dict[str, Any]]
     hash: str
     metrics: dict[str, Any]
+    save: str = ""
+
+    @property
+    def inside(self) -> Path:
+        """The folder that the files are in."""
+        return self.folder / self.save if self.save else self.folder
 
     def part(self, rank: int) -> dict[str, Any]:
         """A rank's part, checked against its checksum.
@@ -54,10 +66,10 @@ class Manifest:
             DamagedCheckpoint: It differs from what was written.
         """
         name = f"rank-{rank:05d}.json"
-        data = _read(self.folder / name)
+        data = _read(self.inside / name)
         if HASHES[self.hash](data) != self.files[name].get(self.hash):
-            raise DamagedCheckpoint(f"{self.folder / name}: its checksum differs from the manifest's")
-        with making_sense_of(self.folder / name, "a part"):
+            raise DamagedCheckpoint(f"{self.inside / name}: its checksum differs from the manifest's")
+        with making_sense_of(self.inside / name, "a part"):
             part: dict[str, Any] = _parse(data)
             return part
 
@@ -86,9 +98,13 @@ def is_ours(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MANIFEST, "rank-00000.json"))
 
 
-def manifest_bytes(step: int, files: dict[str, dict[str, Any]], world: int, metrics: dict[str, Any]) -> bytes:
+def manifest_bytes(
+    step: int, files: dict[str, dict[str, Any]], world: int, metrics: dict[str, Any], save: str = ""
+) -> bytes:
     """A manifest with its own checksum: crc32, so that version 1 can tell that it is sound."""
-    inner = {"step": step, "world": world, "files": files, "metrics": metrics}
+    inner: dict[str, Any] = {"step": step, "world": world, "files": files, "metrics": metrics}
+    if save:
+        inner["save"] = save
     document = {"format": FORMAT, "version": VERSION, "hash": ALGORITHM, "checkpoint": inner}
     return json.dumps({"crc32": _checksum(document), **document}).encode()
 
@@ -112,23 +128,40 @@ def read_manifest(folder: Path) -> Manifest:
         inner = document["checkpoint"]
         hash = document.get("hash", "crc32")  # version 1 does not name it
         HASHES[hash]
-        found = Manifest(folder, inner["step"], inner["world"], inner["files"], hash, inner["metrics"])
+        save = inner.get("save", "")
+        found = Manifest(folder, inner["step"], inner["world"], inner["files"], hash, inner["metrics"], save)
         numbers = [found.step, found.world - 1, *(file["bytes"] for file in found.files.values())]
         if any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError("a number in it is none, or too small")
         dict(decode(found.metrics, str))
     if not sound or step_name(found.step) != folder.name:
         raise DamagedCheckpoint(f"{path}: its checksum, or its step, does not agree with its content")
+    if found.save != "" and not _is_save(found):
+        raise DamagedCheckpoint(f"{path}: names {found.save!r}, which is no folder of a save")
+    sizes = _sizes(found)
     for name, file in found.files.items():
         if not _FILE.fullmatch(name):
             raise DamagedCheckpoint(f"{path}: names {name!r}, which is no file of a checkpoint")
-        size = size_of(folder / name)
+        size = sizes.get(name)
         if size != file["bytes"]:
             was = "missing" if size is None else f"{size} bytes long"
-            raise DamagedCheckpoint(f"{folder / name}: {was}, where {file['bytes']} bytes were written")
+            raise DamagedCheckpoint(f"{found.inside / name}: {was}, where {file['bytes']} bytes were written")
     if any(f"rank-{rank:05d}.json" not in found.files for rank in range(found.world)):
         raise DamagedCheckpoint(f"{path}: lists fewer parts than its {found.world} ranks wrote")
     return found
+
+
+def _sizes(manifest: Manifest) -> dict[str, int | None]:
+    inside = manifest.inside
+    if isinstance(inside, StorePath):
+        return {**inside.store.sizes(inside.key)}  # one request, where one for each file would be slow
+    return {name: size_of(inside / name) for name in manifest.files if _FILE.fullmatch(name)}
+
+
+def _is_save(manifest: Manifest) -> bool:
+    if not isinstance(manifest.save, str) or not SAVE.fullmatch(manifest.save):
+        return False
+    return isinstance(manifest.inside, StorePath) or not manifest.inside.is_symlink()
 
 
 def _checksum(document: Any) -> int:
@@ -175,6 +208,8 @@ def _read(path: Path) -> bytes:
     """A plain file of JSON. Nothing else is waited for, followed or taken into memory."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
+        if isinstance(path, StorePath):
+            return path.read_bytes()
         with open(os.open(path, flags), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > JSON_LIMIT:

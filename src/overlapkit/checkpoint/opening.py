@@ -15,6 +15,8 @@ from overlapkit.checkpoint.commit import RunLock, sweep
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.retention import Best
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::\S*)?://")
+
 
 def check_options(
     directory: object,
@@ -25,9 +27,13 @@ def check_options(
     in_flight: object,
     stage: object,
     timeout: object,
+    local: object = None,
 ) -> None:
     """Raise where an argument of Checkpointer is wrong, or not there yet."""
-    check_path("directory", directory)
+    if not is_url(directory):
+        check_path("directory", directory)
+    if local is not None:
+        check_path("local", local)
     if (every == "auto") != (mtbf is not None):
         raise ValueError(
             f"every={every!r}, mtbf={mtbf!r}: 'auto', and nothing else, takes the mean time between failures "
@@ -82,6 +88,11 @@ def check_best(best: object) -> Best | None:
     return Best(best[0], largest=best[1] == "max")
 
 
+def is_url(where: object) -> bool:
+    """Whether this is a URL, and no path."""
+    return isinstance(where, str) and _URL.match(where) is not None
+
+
 def check_path(argument: str, path: object) -> None:
     """Raise where an argument is no path of this machine."""
     if not isinstance(path, str | os.PathLike):
@@ -90,7 +101,10 @@ def check_path(argument: str, path: object) -> None:
     if not text or "\0" in text:
         raise ValueError(f"{argument}={text!r} is no path: give one, such as 'runs/a'")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):  # also what a Path makes of a URL: one slash of two
-        raise NotImplementedError(f"{argument}={path!r}: object stores are not there yet; give a local path")
+        raise NotImplementedError(
+            f"{argument}={path!r}: object stores are not there yet here; give a local path (where a URL is "
+            "allowed, give it as text: a Path loses one of its slashes)"
+        )
 
 
 def check_step(step: object) -> int:
@@ -202,7 +216,7 @@ def open_directory(root: Path) -> None:
         missing = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(parents=True, exist_ok=True)
         for made in missing:
-            _sync_parent(made)
+            sync_parent(made)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"directory={str(root)!r}: it, or a part of it, is a file; give a folder") from error
     except OSError as error:
@@ -213,7 +227,8 @@ def open_directory(root: Path) -> None:
         )
 
 
-def _sync_parent(path: Path) -> None:
+def sync_parent(path: Path) -> None:
+    """Wait until it is on the disk that a folder has this entry."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

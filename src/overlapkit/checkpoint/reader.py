@@ -21,7 +21,8 @@ from overlapkit.checkpoint.box import Box, tiles
 from overlapkit.checkpoint.catalog import Chunk, DataFile, Saved, Wanted
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.hashing import HASHES
-from overlapkit.checkpoint.turns import take_turns
+from overlapkit.checkpoint.remote.place import StorePath
+from overlapkit.checkpoint.turns import many_at_once, take_turns
 from overlapkit.lane import Lane
 
 _AT_ONCE = 16 << 20  # bytes that one read takes
@@ -131,7 +132,7 @@ class Reader:
             DamagedCheckpoint: It differs from what was written.
         """
         header = memoryview(bytearray(file.header))
-        _read_all(self._fd(file.path), [header], 0, file.path)
+        self._read_all(file.path, [header], 0)
         if HASHES[file.hash](header) != file.header_sum:
             raise DamagedCheckpoint(f"{file.path}: the checksum of its header differs from the part's")
 
@@ -139,7 +140,7 @@ class Reader:
         """Read blocks that lie one after the other, and check them."""
         views = [memoryview(bytearray(b.nbytes)) if b.into is None else b.into for b in blocks]
         path = blocks[0].chunk.path
-        _read_all(self._fd(path), views, blocks[0].offset, path)
+        self._read_all(path, views, blocks[0].offset)
         for block, view in zip(blocks, views, strict=True):
             block.check(view)
 
@@ -153,6 +154,12 @@ class Reader:
         rows = memory[first - start : first - start + length].view(saved.dtype)
         columns = both.inside(chunk.box)[1:]
         target[both.inside(box)] = rows.view(both.shape[0], *chunk.box.shape[1:])[(slice(None), *columns)]
+
+    def _read_all(self, path: Path, views: list[memoryview], offset: int) -> None:
+        if isinstance(path, StorePath):
+            path.read_into(views, offset)
+        else:
+            _read_all(self._fd(path), views, offset, path)
 
     def _fd(self, path: Path) -> int:
         mine = self._open.setdefault(threading.get_ident(), {})
@@ -292,7 +299,11 @@ def read_boxes(
     with Reader() as reader:
         jobs = reader.jobs((values[name], box, saved) for name, (saved, box) in wanted.items())
         first = int(turn * len(jobs))
-        take_turns(jobs[first:] + jobs[:first], helper)
+        jobs = jobs[first:] + jobs[:first]
+        if any(isinstance(chunk.path, StorePath) for saved, _ in wanted.values() for chunk in saved.chunks):
+            many_at_once(jobs)
+        else:
+            take_turns(jobs, helper)
     return values
 
 

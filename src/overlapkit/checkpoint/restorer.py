@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from overlapkit.checkpoint.match import Plan, make_plan, writers_of
 from overlapkit.checkpoint.opening import check_step
 from overlapkit.checkpoint.placing import Values
 from overlapkit.checkpoint.reader import read_ahead, read_boxes, room
+from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.checkpoint.retention import Best
 from overlapkit.checkpoint.stage import Stager
 from overlapkit.lane import Lane
@@ -24,20 +26,22 @@ from overlapkit.quorum import Quorum, Report
 
 
 class Restorer:
-    """Restores the checkpoints of one directory.
+    """Restores the checkpoints of one directory, or of several tiers.
 
     Invariants:
         * All ranks restore the same checkpoint, or none.
         * A state is changed only after everything that it takes has been read and checked, on all ranks.
 
     Attributes:
-        read_all: The last restore has read all that was in its checkpoint.
+        read_all: The last restore has read all that was in its checkpoint, in the first place.
     """
 
-    read_all = False
+    read_all = _whole = False
 
-    def __init__(self, root: Path, best: Best | None, quorum: Quorum, stager: Stager, helper: Lane) -> None:
-        self._root = root
+    def __init__(
+        self, places: Sequence[Path], best: Best | None, quorum: Quorum, stager: Stager, helper: Lane
+    ) -> None:
+        self._places = places
         self._best = best
         self._quorum = quorum
         self._stager = stager
@@ -54,43 +58,49 @@ class Restorer:
         """See `Checkpointer.restore`. No save may be in flight."""
         self.read_all = False
         name = f"restore/{next(self._calls)}"
-        steps = self._quorum.together(name, dict, lambda _: {"steps": self.candidates(step)})["steps"]
+        found = self._quorum.together(name, dict, lambda _: {"found": self.candidates(step)})["found"]
         damage: list[str] = []
-        for candidate in steps:
-            damaged = self._restore_one(f"{name}/{candidate}", candidate, state, only, strict)
+        for candidate, place in found:
+            folder = self._places[place] / step_name(candidate)
+            damaged = self._restore_one(f"{name}/{candidate}/{place}", folder, state, only, strict)
             if not damaged:
+                self.read_all = place == 0 and only is None and strict and self._whole
                 return int(candidate)
             damage.append(damaged)
-            if isinstance(step, str):
+            if isinstance(step, str) or len(damage) < len(found):
                 warnings.warn(f"{step_name(candidate)} is damaged and is skipped: {damaged}", stacklevel=3)
         if damage:  # nothing sound is left: starting from 0 in silence would lose the run
             raise DamagedCheckpoint("; ".join(damage))
         return 0
 
-    def candidates(self, step: int | Literal["latest", "best"]) -> list[int]:
-        """The checkpoints to try, the best first.
+    def candidates(self, step: int | Literal["latest", "best"]) -> list[tuple[int, int]]:
+        """The checkpoints to try, the best first: the step, and which place it is in.
 
         Raises:
             FileNotFoundError: There is none of this step, or none with the metric of `best`.
         """
-        there = list(step_folders(self._root))
+        where = " and ".join(map(str, self._places))
+        there = [(found, place) for place, root in enumerate(self._places) for found in step_folders(root)]
+        there.sort(key=lambda one: (-one[0], one[1]))
         if step == "latest":
-            return there[::-1]
+            return there
         if step == "best":
             assert self._best is not None
-            if ranked := self._best.ranked(sound_checkpoints(self._root)):
-                return ranked
+            if ranked := self._best.ranked(sound_checkpoints(*self._places)):
+                return [one for best in ranked for one in there if one[0] == best]
             raise FileNotFoundError(
-                f"step='best': no checkpoint in {self._root} has {self._best.metric!r} among its metrics"
+                f"step='best': no checkpoint in {where} has {self._best.metric!r} among its metrics"
             )
-        if (number := check_step(step)) not in there:
+        wanted = [one for one in there if one[0] == check_step(step)]
+        if not wanted:
+            steps = sorted({found for found, _ in there})
             raise FileNotFoundError(
-                f"step={step}: {self._root} has no such checkpoint, but {there or 'none at all'}"
+                f"step={step}: {where} has no such checkpoint, but {steps or 'none at all'}"
             )
-        return [number]
+        return wanted
 
     def _restore_one(
-        self, key: str, step: int, state: dict[str, Any], only: tuple[str, ...] | None, strict: bool
+        self, key: str, folder: Path, state: dict[str, Any], only: tuple[str, ...] | None, strict: bool
     ) -> str:
         """Restore one checkpoint, on all ranks or on none; returns what is damaged, or nothing."""
         loans: list[PinnedBuffer] = []
@@ -99,7 +109,7 @@ class Restorer:
         def work() -> Report:
             try:
                 with collector_paused():
-                    done.append(self._read(step, state, only, strict, loans))
+                    done.append(self._read(folder, state, only, strict, loans))
             except DamagedCheckpoint as error:
                 return {"damaged": str(error)}
             return {}
@@ -109,7 +119,7 @@ class Restorer:
             if not damaged:
                 plan, values, catalog = done[0]
                 _apply(plan, values, catalog, rng_too=only is None)
-                self.read_all = only is None and strict and catalog.world == self._quorum.world
+                self._whole = catalog.world == self._quorum.world
             return damaged
         finally:
             done.clear()
@@ -118,17 +128,17 @@ class Restorer:
 
     def _read(
         self,
-        step: int,
+        folder: Path,
         state: dict[str, Any],
         only: tuple[str, ...] | None,
         strict: bool,
         loans: list[PinnedBuffer],
     ) -> tuple[Plan, Values, Catalog]:
-        manifest = read_manifest(self._root / step_name(step))
+        manifest = read_manifest(folder)
         rank, world = self._quorum.rank, self._quorum.world
         mine = f"rank-{rank if world == manifest.world else 0:05d}.safetensors"
-        if only is None and mine in manifest.files:
-            self._helper.submit(partial(read_ahead, manifest.folder / mine))
+        if only is None and mine in manifest.files and not isinstance(folder, StorePath):
+            self._helper.submit(partial(read_ahead, manifest.inside / mine))
         catalog = Catalog(manifest, rank, world, writers_of(state) if world > 1 else None)
         plan = make_plan(state, catalog, only)
         if not catalog.whole and (plan.problems or not catalog.covers(plan.wanted)):

@@ -17,6 +17,8 @@ class Save:
         staged: Done when the state is in host memory: parameters may be changed by hand from then on.
         committed: Done when the checkpoint is on disk under its final name; its result is that path (None
             where not due). An error raised by it is not raised again by the checkpointer.
+        uploaded: With `local=`: done when the store has it, too; its result is that place, or None where it
+            was given up for a later one. None without `local`.
     """
 
     def __init__(
@@ -28,11 +30,13 @@ class Save:
         due: bool = True,
         staging: Staging | None = None,
         blocked_s: float = 0.0,
+        uploaded: Ticket[Path | None] | None = None,
     ) -> None:
         self.step = step
         self.due = due
         self.staged = staged
         self.committed = committed
+        self.uploaded = uploaded
         self._staging = staging
         self._blocked_s = blocked_s
 

@@ -2,12 +2,14 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.job import Job, Run
 from overlapkit.checkpoint.planner import Planner
+from overlapkit.checkpoint.remote.upload import LocalJob
 from overlapkit.checkpoint.save import Save, Unfinished
 from overlapkit.checkpoint.stage import LANE, Stager, Staging
 from overlapkit.lane import Lane
@@ -15,7 +17,7 @@ from overlapkit.quorum import Report
 
 
 class Saver:
-    """Begins the saves of one checkpointer.
+    """Begins the saves of one checkpointer; `job` makes what the background carries out, of Job's fields.
 
     Invariant:
         * What was staged is released once, by whoever gets a save's claim: the background, which carries it
@@ -25,6 +27,7 @@ class Saver:
     def __init__(
         self,
         run: Run,
+        job: Callable[..., Job],
         planner: Planner,
         stager: Stager,
         writer: Lane,
@@ -32,6 +35,7 @@ class Saver:
         in_flight: int,
     ) -> None:
         self._run = run
+        self._job = job
         self._unfinished = unfinished
         self._in_flight = in_flight
         self._planner = planner
@@ -74,9 +78,11 @@ class Saver:
             share = self._planner.take(state)
             generators = rng.capture()
             staging = self._stager.stage(share)
-            job = Job(self._run, number, step, share, staging, generators, metrics, self._run.every.report())
+            told = self._run.every.report()
+            job = self._job(self._run, number, step, share, staging, generators, metrics, told)
             committed = self._writer.submit(lambda: self._carry_out(job, claim))
-            return Save(step, staging.ticket, committed, staging=staging)
+            uploaded = job.uploads.submit(job, committed) if isinstance(job, LocalJob) else None
+            return Save(step, staging.ticket, committed, staging=staging, uploaded=uploaded)
         except BaseException as error:
             if claim.acquire(blocking=False):
                 if staging is not None:

@@ -1,24 +1,24 @@
 """What is in a checkpointer's directory; asking changes nothing there."""
 
-from pathlib import Path
-
-from overlapkit.checkpoint.deletion import Deletion
+from overlapkit.checkpoint.deletion import Deleting
 from overlapkit.checkpoint.finding import sound_checkpoints
+from overlapkit.checkpoint.manifest import step_folders
 from overlapkit.checkpoint.opening import check_step, check_which
 from overlapkit.checkpoint.retention import Best
+from overlapkit.checkpoint.tiers import Tiers
 from overlapkit.checkpoint.verification import verify
 
 
 class Shelf:
     """The part of Checkpointer that looks. It may be asked on one rank alone."""
 
-    _root: Path
+    _tiers: Tiers
     _best: Best | None
-    _deletion: Deletion
+    _deletion: Deleting
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending: those with a sound manifest and all files."""
-        return list(sound_checkpoints(self._root))
+        return list(sound_checkpoints(*self._tiers.places))
 
     def latest(self) -> int | None:
         """The highest of `steps()`, or None."""
@@ -32,14 +32,18 @@ class Shelf:
         """
         check_which("best", self._best)
         assert self._best is not None
-        return next(iter(self._best.ranked(sound_checkpoints(self._root))), None)
+        return next(iter(self._best.ranked(sound_checkpoints(*self._tiers.places))), None)
 
     def verify(self, step: int) -> None:
-        """Read a whole checkpoint against its checksums.
+        """Read a whole checkpoint against its checksums, wherever it is.
 
         Raises:
             FileNotFoundError: There is none of this step.
             DamagedCheckpoint: Something differs; the message names file, tensor and bytes.
         """
-        verify(self._root, check_step(step))
-        self._deletion.read_whole(step)
+        step, places = check_step(step), self._tiers.places
+        there = [place for place in places if step in step_folders(place)]
+        for place in there or places[-1:]:
+            verify(place, step)
+        if there[0] == places[0]:
+            self._deletion.read_whole(step)

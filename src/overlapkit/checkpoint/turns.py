@@ -1,7 +1,8 @@
-"""Two threads that take turns at a list of jobs: one computes while the other waits for the disk."""
+"""Threads that take turns at a list of jobs: one computes while another waits for disk or network."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from overlapkit.lane import Lane
 
@@ -37,3 +38,19 @@ def take_turns(jobs: Iterable[Callable[[], object]], helper: Lane) -> None:
         other.seen = True  # one error is raised; the other thread's would come again when its lane is closed
         raise
     other.wait()
+
+
+def many_at_once(jobs: Iterable[Callable[[], object]], threads: int = 16) -> None:
+    """Run jobs that mostly wait for the network, on threads of their own.
+
+    Raises:
+        Exception: What the first job that failed raised. Jobs that had not begun are not run then.
+    """
+    with ThreadPoolExecutor(threads, thread_name_prefix="overlapkit-read") as pool:
+        running = [pool.submit(job) for job in jobs]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

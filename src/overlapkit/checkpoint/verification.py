@@ -10,6 +10,7 @@ from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.manifest import Manifest, making_sense_of, read_manifest
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Reader
+from overlapkit.checkpoint.remote.place import StorePath
 
 _SHOWN = 20  # places that an error's text names; its `damage` has them all
 
@@ -77,7 +78,7 @@ def find_damage(folder: Path, progress: Progress | None = None) -> list[Damage]:
 
 def _in_share(manifest: Manifest, rank: int, count: Count) -> Iterator[Damage]:
     """The damage in one rank's files."""
-    path = manifest.folder / f"rank-{rank:05d}.json"
+    path = manifest.inside / f"rank-{rank:05d}.json"
     try:
         part = manifest.part(rank)
         with making_sense_of(path, "a part"):
@@ -134,4 +135,6 @@ def _joined(places: Iterator[Damage]) -> Iterator[Damage]:
 def _whole(path: Path, error: DamagedCheckpoint) -> Damage:
     """Damage that has no place in a tensor; an error's text begins with the file that it means."""
     named, _, what = str(error).partition(": ")
-    return Damage(Path(named), what) if what else Damage(path, str(error))
+    if isinstance(path, StorePath) or not what:
+        return Damage(path, str(error))
+    return Damage(Path(named), what)

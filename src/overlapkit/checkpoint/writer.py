@@ -62,37 +62,58 @@ def write_share(
     Returns:
         name -> {"bytes": size, ALGORITHM: checksum, for the part only}.
     """
-    stem = _stem(about["rank"])
+    stem = stem_of(about["rank"])
     disk.make_folder(folder)
     files: dict[str, dict[str, Any]] = {}
-    part = {"format": FORMAT, "version": VERSION, "hash": ALGORITHM, "block": BLOCK, **about, "file": None}
+    sums: list[Any] = []
     if plan.tensors:
         name = f"{stem}.safetensors"
-        part["file"] = {"name": name, **_write_tensors(disk, folder / name, plan, data, helper)}
-        files[name] = {"bytes": part["file"]["bytes"]}
-    text = dump(part | {"state": entries, "tensors": plan.table}).encode()
-    if len(text) > JSON_LIMIT:
-        raise ValueError(
-            f"state holds {len(text)} bytes of plain values, above the limit of {JSON_LIMIT}: "
-            "give large ones as tensors"
-        )
+        sums = _write_tensors(disk, folder / name, plan, data, helper)
+        files[name] = {"bytes": len(plan.header) + plan.nbytes}
+    text = part_bytes(plan, entries, about, sums)
     write_file(disk, folder / f"{stem}.json", text)
     files[f"{stem}.json"] = {"bytes": len(text), ALGORITHM: checksum(text)}
     disk.sync_folder(folder)
     return files
 
 
+def part_bytes(plan: FilePlan, entries: dict[str, Any], about: dict[str, Any], sums: list[Any]) -> bytes:
+    """The part of a rank whose tensors' blocks have these checksums.
+
+    Raises:
+        ValueError: It is longer than any reader takes.
+    """
+    file: dict[str, Any] | None = None
+    if plan.tensors:
+        file = {
+            "name": f"{stem_of(about['rank'])}.safetensors",
+            "bytes": len(plan.header) + plan.nbytes,
+            "header": len(plan.header),
+            ALGORITHM: checksum(plan.header),
+            "sums": "".join(sums),
+        }
+    part = {"format": FORMAT, "version": VERSION, "hash": ALGORITHM, "block": BLOCK, **about, "file": file}
+    text = dump(part | {"state": entries, "tensors": plan.table}).encode()
+    if len(text) > JSON_LIMIT:
+        raise ValueError(
+            f"state holds {len(text)} bytes of plain values, above the limit of {JSON_LIMIT}: "
+            "give large ones as tensors"
+        )
+    return text
+
+
 def remove_share(disk: Disk, folder: Path, rank: int) -> None:
     """Delete what `write_share` wrote on a rank, and the folder where nothing else is in it."""
-    disk.remove_files(folder, [f"{_stem(rank)}{suffix}" for suffix in (".safetensors", ".json")])
+    disk.remove_files(folder, [f"{stem_of(rank)}{suffix}" for suffix in (".safetensors", ".json")])
 
 
-def _stem(rank: int) -> str:
+def stem_of(rank: int) -> str:
+    """What the names of a rank's files begin with."""
     return f"rank-{rank:05d}"
 
 
-def _write_tensors(disk: Disk, path: Path, plan: FilePlan, data: Bytes, helper: Lane) -> dict[str, Any]:
-    """Write the safetensors file; return what the part says of it."""
+def _write_tensors(disk: Disk, path: Path, plan: FilePlan, data: Bytes, helper: Lane) -> list[Any]:
+    """Write the safetensors file; return the checksums of its blocks."""
     sums: list[Any] = [None] * len(plan.blocks)
     with _File(disk, path) as file:
         file.write_cached(memoryview(plan.header), 0)
@@ -105,13 +126,7 @@ def _write_tensors(disk: Disk, path: Path, plan: FilePlan, data: Bytes, helper: 
 
         take_turns([partial(write, *group) for group in plan.groups], helper)
         file.sync()
-    size = len(plan.header) + plan.nbytes
-    return {
-        "bytes": size,
-        "header": len(plan.header),
-        ALGORITHM: checksum(plan.header),
-        "sums": "".join(sums),
-    }
+    return sums
 
 
 class _File:

@@ -1,0 +1,1 @@
+"""Checkpoints on object stores, alone or behind a local directory."""

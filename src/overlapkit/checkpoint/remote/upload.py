@@ -1,0 +1,166 @@
+"""Uploads: what is committed locally goes to the store behind training, from the local files."""
+
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from overlapkit.checkpoint.errors import CheckpointError, RankFailed
+from overlapkit.checkpoint.job import Job
+from overlapkit.checkpoint.manifest import step_name
+from overlapkit.checkpoint.remote.publish import Withdrawal, publish_together
+from overlapkit.checkpoint.remote.store import Store
+from overlapkit.checkpoint.retention import Policy
+from overlapkit.checkpoint.stage import LANE
+from overlapkit.lane import Lane, Ticket
+from overlapkit.quorum import Quorum, Report
+from overlapkit.span import SpanLog
+
+PATIENCE = 6
+"""How many times `timeout` ranks wait for each other's uploads."""
+
+
+class Cargo:
+    """A rank's files of one save, held open: no rename and no deletion takes them away before the upload."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, dict[str, Any]] = {}
+        self._open: dict[str, int] = {}
+
+    def take(self, folder: Path, files: dict[str, dict[str, Any]]) -> None:
+        """Open files that have just been written."""
+        self.files = files
+        for name in files:
+            self._open[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+
+    def paths(self) -> dict[str, str]:
+        """By name, a path under which each is found until `let_go`."""
+        return {name: f"/proc/{os.getpid()}/fd/{fd}" for name, fd in self._open.items()}
+
+    def let_go(self) -> None:
+        """Close them. Safe to call twice."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    __del__ = let_go
+
+
+@dataclass(frozen=True)
+class LocalJob(Job):
+    """A save that is committed locally and uploaded then."""
+
+    uploads: "Uploads" = field(kw_only=True)
+    cargo: Cargo = field(default_factory=Cargo)
+
+    def carry_out(self) -> Path:
+        """See Job."""
+        final = super().carry_out()
+        self.uploads.give_up_before(self.number)
+        return final
+
+    def _write(self, temporary: Path) -> Report:
+        report = super()._write(temporary)
+        self.cargo.take(temporary, report["files"])
+        return report
+
+
+class Uploads:
+    """The uploads of a checkpointer's saves, in their order, on a thread of their own.
+
+    Invariants:
+        * Each rank uploads its own files; rank 0 writes the manifest when all have.
+        * One upload runs at a time. A save that waits for its turn is given up when a later one is committed,
+          unless it is one of `keep_every`'s; where one rank has given it up, none uploads it.
+        * Nothing of a save is in memory; its files are held open while it is uploaded or waits.
+
+    Args:
+        store: Where to.
+        run: The run's name.
+        timeout: Seconds that ranks wait for each other in a save; here it is six times as long.
+        log: Takes the spans.
+        policy: What stays in the store.
+    """
+
+    def __init__(self, store: Store, run: str, timeout: float, log: SpanLog, policy: Policy) -> None:
+        self._store, self._run, self._log, self._policy = store, run, log, policy
+        self._withdrawal = Withdrawal(store, policy)
+        self._quorum = Quorum(f"upload/{store.url}", PATIENCE * timeout, failure=RankFailed)
+        self._lane = Lane(LANE, kind="thread")
+        self._waiting: dict[int, Cargo] = {}  # by the save's number: what may be given up
+        self._lock = threading.Lock()
+
+    def submit(self, job: LocalJob, committed: Ticket[Path | None]) -> Ticket[Path | None]:
+        """Upload a save once it is committed.
+
+        Returns:
+            A ticket; its result is where it is, or None where it was given up or not committed.
+        """
+        number, step, cargo, metrics = job.number, job.step, job.cargo, job.metrics
+        if self._policy.keep_every is None or step % self._policy.keep_every:
+            with self._lock:
+                self._waiting[number] = cargo
+        return self._lane.submit(lambda: self._carry_out(number, step, cargo, metrics, committed))
+
+    def give_up_before(self, number: int) -> None:
+        """This save is committed: earlier ones that still wait are not worth the time."""
+        with self._lock:
+            for other in [other for other in self._waiting if other < number]:
+                self._waiting.pop(other).let_go()
+
+    def close(self) -> None:
+        """Wait until all is done."""
+        self._lane.close()
+        self._quorum.leave()
+
+    def _carry_out(
+        self,
+        number: int,
+        step: int,
+        cargo: Cargo,
+        metrics: dict[str, Any],
+        committed: Ticket[Path | None],
+    ) -> Path | None:
+        try:
+            committed.settle()
+            with self._lock:
+                self._waiting.pop(number, None)
+            if committed.error is not None or not self._wanted(number, cargo):
+                return None
+            self._upload(number, step, cargo, metrics)
+            return self._store.root / step_name(step)
+        finally:
+            cargo.let_go()
+
+    def _wanted(self, number: int, cargo: Cargo) -> bool:
+        """Whether no rank has given the save up."""
+
+        def judge(reports: list[Report]) -> Report:
+            return {"held": all(report["held"] for report in reports)}
+
+        return bool(self._quorum.settle(f"turn/{number}", {"held": bool(cargo.paths())}, judge)["held"])
+
+    def _upload(self, number: int, step: int, cargo: Cargo, metrics: dict[str, Any]) -> None:
+        save = f"{self._run}-{number}"
+
+        def work() -> Report:
+            with self._log.host(LANE, "upload", bytes=sum(file["bytes"] for file in cargo.files.values())):
+                for name, path in cargo.paths().items():
+                    self._store.put_file(path, f"{step_name(step)}/{save}/{name}")
+            return {"files": cargo.files}
+
+        def agree(reports: list[Report]) -> dict[str, dict[str, Any]]:
+            return {name: file for report in reports for name, file in report["files"].items()}
+
+        about = {"world": self._quorum.world, "metrics": metrics}
+        publish_together(self._store, self._quorum, f"upload/{number}", step, save, work, agree, about)
+        if self._quorum.rank == 0:
+            self._withdraw_surplus(step)
+
+    def _withdraw_surplus(self, step: int) -> None:
+        try:
+            self._withdrawal.committed(step)
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"{self._store.url}/{step_name(step)} is committed, but older ones cannot be deleted: {error}"
+            ) from error
