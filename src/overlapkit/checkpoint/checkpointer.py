@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from overlapkit.checkpoint import rng
+from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.commit import RunLock, sweep
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
@@ -207,9 +208,10 @@ class Checkpointer:
             )
         self._unfinished.settle()
         self._planner.forget()
-        restored = self._restorer.restore(state, step, only, strict)
-        if only is None:
-            self._prewarm(state, beside=False)
+        with collector_paused():
+            restored = self._restorer.restore(state, step, only, strict)
+            if only is None:
+                self._prewarm(state, beside=False)
         return restored
 
     def steps(self) -> list[int]:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.catalog import Catalog
-from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
 from overlapkit.checkpoint.manifest import making_sense_of, read_manifest, step_folders, step_name
 from overlapkit.checkpoint.match import Plan, make_plan, writers_of
@@ -78,8 +77,7 @@ class Restorer:
 
         def work() -> Report:
             try:
-                with collector_paused():
-                    done.append(self._read(step, state, only, strict, loans))
+                done.append(self._read(step, state, only, strict, loans))
             except DamagedCheckpoint as error:
                 return {"damaged": str(error)}
             return {}
