@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,8 @@ class Catalog:
                     decode(self.rng, _checked_name)
         for saved in self.tensors.values() if self.whole else ():
             boxes = [chunk.box for chunk in saved.chunks]
-            if not tiles(boxes, Box.whole(saved.shape)):
+            alone = len(boxes) == 1 and boxes[0].shape == saved.shape  # mostly: nothing need be put together
+            if not alone and not tiles(boxes, Box.whole(saved.shape)):
                 found, whole = sum(box.numel for box in boxes), math.prod(saved.shape)
                 raise DamagedCheckpoint(
                     f"{manifest.folder}: holds {found} of {whole} elements of {saved.name!r}, or some twice"
@@ -215,11 +217,9 @@ def _chunk(entry: dict[str, Any], saved: Saved, file: DataFile) -> Chunk | None:
     box, at, shape = Box(tuple(entry["offset"]), tuple(entry["local"])), entry["at"], saved.shape
     if set(map(type, (at, *shape, *box.offset, *box.shape))) != {int} or not (
         len(box.offset) == len(box.shape) == len(shape)
-        and all(
-            min(a, n) >= 0 and a + n <= whole
-            for a, n, whole in zip(box.offset, box.shape, shape, strict=True)
-        )
-        and math.prod(n or 1 for n in shape) < _ADDRESSABLE  # of an empty tensor, too
+        and min((*box.offset, *box.shape), default=0) >= 0
+        and all(map(operator.le, map(operator.add, box.offset, box.shape), shape))
+        and math.prod(filter(None, shape)) < _ADDRESSABLE  # of an empty tensor, too
         and type(entry["own"]) is type(saved.sharded) is bool
         and type(saved.device) is str
     ):

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from overlapkit.checkpoint.at_exit import close_at_exit
 from overlapkit.checkpoint.auto import schedule
+from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.commit import RunLock
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
@@ -233,11 +234,12 @@ class Checkpointer(Shelf, Preemptible):
         check_which(step, self._best)
         self._unfinished.settle()
         self._planner.forget()
-        restored = self._restorer.restore(state, step, only, strict)
+        with collector_paused():
+            restored = self._restorer.restore(state, step, only, strict)
+            if only is None:
+                self._saver.prewarm(state, beside=False)
         if self._restorer.read_all:
             self._deletion.read_whole(restored)
-        if only is None:
-            self._saver.prewarm(state, beside=False)
         return restored
 
     def wait(self) -> None:

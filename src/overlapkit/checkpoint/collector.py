@@ -1,7 +1,7 @@
 """A pause of the garbage collector, while very many small objects are made that all live to the end of it.
 
-They make it look through every object of the process, again and again, where it finds nothing: that was
-half of the time in which 5,000 tensors were restored.
+They make it look through every object of the process, again and again, where it finds nothing: up to 0.2 of
+the 0.65 s of CPU time in which 5,000 tensors were restored.
 """
 
 import contextlib

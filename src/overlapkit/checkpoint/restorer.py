@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.catalog import Catalog
-from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
 from overlapkit.checkpoint.finding import sound_checkpoints
 from overlapkit.checkpoint.manifest import making_sense_of, read_manifest, step_folders, step_name
@@ -108,8 +107,7 @@ class Restorer:
 
         def work() -> Report:
             try:
-                with collector_paused():
-                    done.append(self._read(folder, state, only, strict, loans))
+                done.append(self._read(folder, state, only, strict, loans))
             except DamagedCheckpoint as error:
                 return {"damaged": str(error)}
             return {}
