@@ -2,16 +2,16 @@
 
 import signal
 import weakref
-from pathlib import Path
 
 from overlapkit.checkpoint.opening import check_signal
 from overlapkit.checkpoint.preemption import Preemption
+from overlapkit.checkpoint.tiers import Tiers
 
 
 class Preemptible:
     """What a signal makes a checkpointer do; Preemption has the how."""
 
-    _root: Path
+    _tiers: Tiers
     _calls: int
     _preemption: Preemption | None = None
 
@@ -38,7 +38,7 @@ class Preemptible:
         self._check_open()
         code = check_signal(signum, deadline, exit_code)
         if self._preemption is None:
-            self._preemption = Preemption(str(self._root), self._calls)
+            self._preemption = Preemption(str(self._tiers.root), self._calls)
             weakref.finalize(self, self._preemption.close).atexit = False
         self._preemption.listen(signum, deadline, code)
 
