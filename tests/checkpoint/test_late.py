@@ -40,7 +40,7 @@ def moments(state, key="exp_avg"):
 
 
 def saved(checkpointer, step):
-    return load_file(checkpointer._root / f"step-{step}" / "rank-00000.safetensors")
+    return load_file(checkpointer._tiers.root / f"step-{step}" / "rank-00000.safetensors")
 
 
 @pytest.mark.parametrize("place", range(0, LAYERS, 9))

@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import signal
 import threading
+import time
 
 import pytest
 import torch
 
-from overlapkit.checkpoint import Checkpointer, DamagedCheckpoint, RankFailed, StoreError
+from overlapkit.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint, RankFailed, StoreError
 from tests.checkpoint.faults import read_value, value_state
 from tests.checkpoint.remote.injected import URL, Fault, Injected, faulty, names, objects, put_back
 from tests.ranks import RanksFailed, run_ranks
@@ -64,6 +66,25 @@ def test_training_does_not_wait_and_what_waits_is_given_up_for_what_comes_later(
     assert read_value(URL) == (7, 7)
     assert read_value(URL, 4) == (4, 4)
     assert not open_files()
+
+
+def test_the_best_so_far_is_not_given_up(tmp_path):
+    gate = threading.Semaphore(0)
+    fault = Fault(only=lambda call, path: call == "put_file" and path.endswith("safetensors"))
+    with faulty(fault), Checkpointer(URL, local=tmp_path, keep=1, best="val_loss") as checkpointer:
+        fault.gate = gate
+        losses = {1: 0.9, 2: 0.3, 3: 0.5, 4: 0.1, 5: float("nan"), 6: 0.2}
+        saves = []
+        for step, loss in losses.items():
+            metrics = {"val_loss": loss}
+            saves.append(checkpointer.save(step, value_state(step), metrics=metrics, block=True))
+            while not fault.calls:  # until the first one's upload has begun
+                time.sleep(0.001)
+        assert len(open_files()) == 2 * 3  # the one that runs, the best, the last
+        gate.release(100)
+        checkpointer.wait()
+        assert [save.step for save in saves if save.uploaded.wait() is not None] == [1, 4, 6]
+    assert steps_in_store() == [4, 6]
 
 
 def test_neither_retention_nor_the_same_step_again_takes_an_upload_its_files(tmp_path):
@@ -247,7 +268,7 @@ def test_all_ranks_give_up_the_same_saves(tmp_path, behind):
                 real(source, name)
 
             if rank == behind:  # it has not yet heard that later saves are committed
-                checkpointer._uploads.give_up_before = lambda number: None
+                checkpointer._uploads.give_up_before = lambda number, metrics: None
             if rank == 1:  # it is still uploading the first one when the last one is committed
                 checkpointer._tiers.store.put_file = slow
             saves = [checkpointer.save(step, two(rank), block=True) for step in (1, 2, 3, 4)]
@@ -260,3 +281,55 @@ def test_all_ranks_give_up_the_same_saves(tmp_path, behind):
     assert first[-1] == 4
     assert 3 not in first
     assert 2 not in first
+
+
+def test_what_is_committed_is_uploaded_though_older_ones_cannot_be_deleted(tmp_path):
+    def save(rank):
+        with Checkpointer(tmp_path / "far", local=tmp_path / "local", timeout=5) as checkpointer:
+            if rank == 0:
+                checkpointer._deletion.committed = lambda step: os.rmdir("/proc/1")
+            save = checkpointer.save(1, two(rank))
+            assert save.uploaded.wait(4) == tmp_path / "far" / "step-1"
+            if rank == 0:
+                with pytest.raises(CheckpointError, match="is committed, but older ones cannot be deleted"):
+                    save.wait()
+
+    run_ranks(2, save)
+
+
+def test_the_rank_that_has_the_metrics_decides_for_all_which_is_the_best(tmp_path):
+    def save(rank):
+        gate = threading.Event()
+        with Checkpointer(tmp_path / "far", local=tmp_path / "local", best="val_loss") as checkpointer:
+            real = checkpointer._tiers.store.put_file
+
+            def slow(source, name):
+                assert gate.wait(30)
+                real(source, name)
+
+            checkpointer._tiers.store.put_file = slow
+            losses = (4.0, 1.0, 3.0, 2.0) if rank == 0 else (None,) * 4
+            saves = [
+                checkpointer.save(step, two(rank), metrics=loss and {"val_loss": loss}, block=True)
+                for step, loss in enumerate(losses)
+            ]
+            gate.set()
+            checkpointer.wait()
+            return [save.step for save in saves if save.uploaded.wait() is not None]
+
+    first, second = run_ranks(2, save)
+    assert first == second
+    assert first[-2:] == [1, 3]
+
+
+def test_a_signal_saves_to_both(tmp_path):
+    checkpointer = Checkpointer(URL, local=tmp_path, every=100)
+    checkpointer.on_signal(signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while not checkpointer.signalled:
+        time.sleep(0.001)
+    with pytest.raises(SystemExit) as end:
+        checkpointer.save(7, value_state(7))
+    assert end.value.code == 128 + signal.SIGUSR1
+    assert steps_in_store() == [7]
+    assert read_value(tmp_path) == (7, 7)

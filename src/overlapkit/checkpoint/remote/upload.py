@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import CheckpointError, RankFailed
 from overlapkit.checkpoint.job import Job
 from overlapkit.checkpoint.manifest import step_name
@@ -22,7 +23,15 @@ PATIENCE = 6
 
 
 class Cargo:
-    """A rank's files of one save, held open: no rename and no deletion takes them away before the upload."""
+    """A rank's files of one save, held open: no rename and no deletion takes them away before the upload.
+
+    Attributes:
+        files: What they are, by name.
+        committed: Whether rank 0 has said that the save is. All ranks go by that: one on which something
+            fails later, such as a deletion, must not leave the others waiting for it.
+    """
+
+    committed = False
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, Any]] = {}
@@ -53,11 +62,13 @@ class LocalJob(Job):
     uploads: "Uploads" = field(kw_only=True)
     cargo: Cargo = field(default_factory=Cargo)
 
-    def carry_out(self) -> Path:
-        """See Job."""
-        final = super().carry_out()
-        self.uploads.give_up_before(self.number)
-        return final
+    def _verdict(self, reports: list[Report]) -> Report:
+        return {**super()._verdict(reports), "metrics": self.metrics}
+
+    def _after(self, verdict: Report) -> Path:
+        self.cargo.committed = True
+        self.uploads.give_up_before(self.number, verdict["metrics"])
+        return super()._after(verdict)
 
     def _write(self, temporary: Path) -> Report:
         report = super()._write(temporary)
@@ -71,7 +82,8 @@ class Uploads:
     Invariants:
         * Each rank uploads its own files; rank 0 writes the manifest when all have.
         * One upload runs at a time. A save that waits for its turn is given up when a later one is committed,
-          unless it is one of `keep_every`'s; where one rank has given it up, none uploads it.
+          unless it is one of `keep_every`'s, or the best so far by rank 0's metrics; where one rank has given
+          it up, none uploads it.
         * Nothing of a save is in memory; its files are held open while it is uploaded or waits.
 
     Args:
@@ -88,6 +100,7 @@ class Uploads:
         self._quorum = Quorum(f"upload/{store.url}", PATIENCE * timeout, failure=RankFailed)
         self._lane = Lane(LANE, kind="thread")
         self._waiting: dict[int, Cargo] = {}  # by the save's number: what may be given up
+        self._best: dict[int, dict[str, float]] = {}  # its metrics, by the save's number
         self._lock = threading.Lock()
 
     def submit(self, job: LocalJob, committed: Ticket[Path | None]) -> Ticket[Path | None]:
@@ -102,10 +115,18 @@ class Uploads:
                 self._waiting[number] = cargo
         return self._lane.submit(lambda: self._carry_out(number, step, cargo, metrics, committed))
 
-    def give_up_before(self, number: int) -> None:
-        """This save is committed: earlier ones that still wait are not worth the time."""
+    def give_up_before(self, number: int, metrics: dict[str, Any]) -> None:
+        """This save is committed: earlier ones that still wait are not worth the time, but for the best.
+
+        Args:
+            number: The save's.
+            metrics: Rank 0's, typed JSON.
+        """
         with self._lock:
-            for other in [other for other in self._waiting if other < number]:
+            if self._policy.best is not None:
+                seen = self._best | {number: decode(metrics, str)}
+                self._best = {best: seen[best] for best in self._policy.best.ranked(seen)[:1]}
+            for other in [other for other in self._waiting if other < number and other not in self._best]:
                 self._waiting.pop(other).let_go()
 
     def close(self) -> None:
@@ -125,7 +146,7 @@ class Uploads:
             committed.settle()
             with self._lock:
                 self._waiting.pop(number, None)
-            if committed.error is not None or not self._wanted(number, cargo):
+            if not cargo.committed or not self._wanted(number, cargo):
                 return None
             self._upload(number, step, cargo, metrics)
             return self._store.root / step_name(step)
