@@ -878,6 +878,7 @@ def test_launched_without_a_process_group(tmp_path, monkeypatch):
         (1, {"x": {"y": object()}}, TypeError, "'x/y' is a builtins.object"),
         (1, {"models": [nn.Linear(1, 1)]}, TypeError, "'models/0' is a torch.nn.*top level"),
         (1, {"x": torch.zeros(2, device="meta")}, ValueError, "'x' is on the meta device"),
+        (1, {"m": nn.LazyLinear(2)}, ValueError, "'m/weight' has no shape yet"),
         (1, {"x": torch.zeros(2).to_sparse()}, TypeError, "'x' is a tensor of dtype .* layout torch.sparse"),
         (1, {"x": torch.zeros(2, dtype=torch.complex128)}, TypeError, "complex128"),
     ],

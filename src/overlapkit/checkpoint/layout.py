@@ -227,6 +227,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 def check_tensor(path: str, tensor: torch.Tensor) -> None:
     """Raise TypeError or ValueError where a tensor cannot be kept; the message names it."""
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(f"state {path!r} has no shape yet: run a batch through its lazy module first")
     if tensor.device.type == "meta":
         raise ValueError(
             f"state {path!r} is on the meta device and holds no data: call to_empty() and initialise it"

@@ -29,7 +29,7 @@ def check_options(
     timeout: object,
     local: object = None,
 ) -> None:
-    """Raise where an argument of Checkpointer is wrong, or not there yet."""
+    """Raise where an argument of Checkpointer is wrong."""
     if not is_url(directory):
         check_path("directory", directory)
     if local is not None:
@@ -102,7 +102,7 @@ def check_path(argument: str, path: object) -> None:
         raise ValueError(f"{argument}={text!r} is no path: give one, such as 'runs/a'")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):  # also what a Path makes of a URL: one slash of two
         raise NotImplementedError(
-            f"{argument}={path!r}: object stores are not there yet here; give a local path (where a URL is "
+            f"{argument}={path!r}: object stores cannot be used here: give a local path (where a URL is "
             "allowed, give it as text: a Path loses one of its slashes)"
         )
 

@@ -18,7 +18,7 @@ class Save:
         committed: Done when the checkpoint is on disk under its final name; its result is that path (None
             where not due). An error raised by it is not raised again by the checkpointer.
         uploaded: With `local=`: done when the store has it, too; its result is that place, or None where it
-            was given up for a later one. None without `local`.
+            was given up for a later one. None without `local`, and where not due.
     """
 
     def __init__(

@@ -34,12 +34,18 @@ class Tiers:
         root: Where saves are committed first.
         places: Where checkpoints are, in the order in which one of the same step is looked for.
         direct: Saves go to the store at once.
+
+    Raises:
+        ValueError: Both are the same directory.
     """
 
     def __init__(self, directory: PathLike, local: PathLike | None) -> None:
-        path = local_path(directory) if local is None else Path(local)
+        far = local_path(directory)
+        path = far if local is None else Path(local)
+        if local is not None and far is not None and os.path.realpath(far) == os.path.realpath(local):
+            raise ValueError(f"local={str(local)!r} is the directory itself: leave local= out")
         self.direct = path is None
-        self.store: Store | None = None if local is None and path is not None else open_store(directory)
+        self.store: Store | None = None if local is None and far is not None else open_store(directory)
         self.places: tuple[Path, ...] = (path,) if path is not None else ()
         if self.store is not None:
             self.places += (self.store.root,)

@@ -254,6 +254,14 @@ def test_ranks_with_a_directory_each_are_told_so_at_once(tmp_path):
     assert "of rank 1 is not that of rank 0" in str(caught.value)
 
 
+def test_a_directory_before_itself_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    for directory in (tmp_path, f"file://{tmp_path}", tmp_path / "link"):
+        with pytest.raises(ValueError, match="is the directory itself"):
+            Checkpointer(directory, local=tmp_path)
+    assert os.listdir(tmp_path) == ["link"]
+
+
 @pytest.mark.parametrize("behind", [0, 1])
 def test_all_ranks_give_up_the_same_saves(tmp_path, behind):
     far = tmp_path / "far"
