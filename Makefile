@@ -1,14 +1,15 @@
 # The two commands: `make demo` trains a small GPT through all lanes, `make test` runs the tests.
 # Each first makes .venv and installs the package there, unless that is done. They need Python 3.11+.
 #
-#   make demo            make test            make check           make bench           make bench-input
+#   make demo            make test            make check           make bench
+#   make bench-input     make bench-checkpoint
 #   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check bench bench-input install clean
+.PHONY: demo test check bench bench-input bench-checkpoint install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -27,9 +28,9 @@ bench: install
 	$(RUN) benchmarks/step.py $(ARGS)
 
 # With the peers, DALI among them: some 300 MB. SPDL also needs FFmpeg's libraries.
-bench-input: install
+bench-input bench-checkpoint: install
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(RUN) benchmarks/input.py $(ARGS)
+	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
 
 install: $(VENV)/.installed
 
