@@ -178,6 +178,9 @@ class DeviceLoader:
         """Tell the source, or its samplers and dataset, which epoch the next pass is.
 
         Nothing happens where none of them has epochs.
+
+        Raises:
+            ValueError: `epoch` is no integer, or one that the source refuses.
         """
         self._feed.set_epoch(epoch)
 
