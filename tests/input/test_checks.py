@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from overlapkit.input.checks import as_count, as_rank, as_seed, check_choice
+from overlapkit.input.checks import as_count, as_epoch, as_integer, as_rank, as_seed, check_choice
 
 
 @pytest.mark.parametrize("seed", ["abc", 1.5, None, True])
@@ -26,4 +26,5 @@ def test_a_rank_is_an_integer_below_the_world_size(rank, world):
 
 def test_integers_of_numpy_are_integers():
     made = [as_count("size", np.int32(3)), as_seed(np.int64(-3)), *as_rank(np.int64(0), np.uint8(2))]
-    assert (made, [type(one) for one in made]) == ([3, -3, 0, 2], [int] * 4)
+    made += [as_epoch(np.int64(0)), as_integer("epoch", np.int16(-1))]
+    assert (made, [type(one) for one in made]) == ([3, -3, 0, 2, 0, -1], [int] * 6)

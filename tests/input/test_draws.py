@@ -13,6 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from overlapkit.input import DeviceLoader
+from overlapkit.input.draws import DrawWatch
+from overlapkit.lane import Ticket
 from tests.input.sources import Augmented, Careless, shuffled
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -124,3 +126,16 @@ def test_a_source_that_waits_for_the_loop_is_not_waited_for() -> None:
     for _ in DeviceLoader(source, "cpu", depth=2):
         time.sleep(0.005)
         had.release()
+
+
+def test_a_look_may_be_ended_by_a_pass_in_another_thread() -> None:
+    """Two loops over one loader, each in a thread of its own, share the watch."""
+    watch = DrawWatch()
+
+    class Pull(Ticket[None]):
+        def wait(self, timeout: float | None = None) -> None:
+            watch.end()  # the other thread's, while this one waits
+
+    watch.begin(look=True)
+    watch.end(Pull("late"))
+    assert not watch.looking

@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
@@ -20,6 +21,7 @@ from tests.input.sources import ByEpoch, Numbers, Stream, in_order, plain
         ({"transform": 3}, TypeError, "transform=3"),
         ({"uneven": "skip"}, ValueError, "uneven='skip'"),
         ({"uneven": False}, ValueError, "uneven=False"),
+        ({"uneven": torch.zeros(2)}, ValueError, "uneven=tensor"),
         ({"reuse_buffers": 2}, ValueError, "reuse_buffers=2"),
         ({"device": "gpu"}, ValueError, "device='gpu'"),
         ({"device": "meta"}, ValueError, "device='meta'"),
@@ -90,6 +92,26 @@ def test_set_epoch_reaches_whatever_has_epochs() -> None:
     DeviceLoader(DataLoader(stream), "cpu").set_epoch(5)
     DeviceLoader([1], "cpu").set_epoch(6)  # a list has none
     assert (sampler.epoch, batches.epoch, stream.epoch) == (3, 4, 5)
+
+
+@pytest.mark.parametrize("epoch", ["1", 1.0, True, None])
+def test_an_epoch_is_an_integer_also_where_none_is_told(epoch: Any) -> None:
+    """A state with another one would be written, and refused when it is needed."""
+    loader = DeviceLoader([1], "cpu")
+    loader.set_epoch(3)
+    with pytest.raises(ValueError, match=f"epoch={epoch!r}"):
+        loader.set_epoch(epoch)
+    assert loader.state_dict()["epoch"] == 3
+
+
+def test_an_epoch_of_numpy_s_is_one_and_its_state_is_json() -> None:
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(8), num_replicas=1, rank=0)
+    loader = DeviceLoader(DataLoader(Numbers(8), sampler=sampler), "cpu")
+    loader.set_epoch(np.int64(3))  # type: ignore[arg-type]
+    assert (type(sampler.epoch), sampler.epoch) == (int, 3)
+    sampler.set_epoch(np.int64(4))  # type: ignore[arg-type]
+    assert type(loader.state_dict()["epoch"]) is int
+    assert loader.state_dict()["epoch"] == 4
 
 
 def test_on_the_cpu_batches_are_handed_over_as_they_are() -> None:

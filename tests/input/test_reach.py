@@ -118,6 +118,7 @@ def test_there_is_an_end_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(one is goal for one in reachable([*many, goal], items=None))
     monkeypatch.setattr(reach, "_OBJECTS", 100)
     assert len(list(reachable(many))) == 100
+    assert any(one is goal for one in reachable([*many, goal], items=None))
 
 
 def test_classes_and_modules_are_not_looked_into() -> None:

@@ -410,6 +410,7 @@ DAMAGED: list[tuple[str, Any]] = [
     *(("taken", value) for value in ("three", None, 1.5, True, -1)),
     *(("epoch", value) for value in ("0", 0.0)),
     ("again", 1),
+    *(("drawn", value) for value in (5, "ab", [1, []])),
     *(("order", value) for value in (3, [], {}, {"generators": None, "torch": None})),
     *(("order", {"generators": [[1, 2, 3]], "torch": torch}) for torch in ([0] * 5056, None, "text")),
     ("order", {"generators": []}),

@@ -154,9 +154,9 @@ def test_an_index_is_a_number_however_it_is_written_or_a_name() -> None:
 
 @pytest.mark.parametrize("bad", [1.5, True, None, "1"])
 def test_bad_arguments_are_named(bad: Any) -> None:
-    with pytest.raises(TypeError, match=f"seed={bad!r}"):
+    with pytest.raises(ValueError, match=f"seed={bad!r}"):
         SampleSeed(bad)
-    with pytest.raises(TypeError, match=f"epoch={bad!r}"):
+    with pytest.raises(ValueError, match=f"epoch={bad!r}"):
         SampleSeed(1).set_epoch(bad)
 
 

@@ -1,6 +1,7 @@
 """ElasticSampler against brute force over permute, against DistributedSampler, and in torchdata's loader."""
 
 import copy
+import json
 import math
 import pickle
 import warnings
@@ -269,13 +270,27 @@ def test_a_state_goes_through_pickle_and_a_copy_of_the_sampler() -> None:
         ((9, 0, 0), ValueError, "num_replicas=0"),
         ((9, 2, 2), ValueError, "rank=2: with num_replicas=2 it is 0 to 1"),
         ((9, 2, -1), ValueError, "rank=-1"),
+        ((9, True, 0), ValueError, "num_replicas=True"),
+        ((9, 2, 1.0), ValueError, "rank=1.0"),
+        ((9, 2, 0, "no"), ValueError, "shuffle='no'"),
         ((9, 2, 0, True, 1.5), ValueError, "seed=1.5"),
+        ((9, 2, 0, True, 0, "no"), ValueError, "drop_last='no'"),
     ],
     ids=str,
 )
 def test_bad_arguments_are_named(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         ElasticSampler(*arguments)
+
+
+def test_numpy_s_integers_are_integers() -> None:
+    sampler = ElasticSampler(np.int64(9), np.int32(2), np.int32(1), seed=np.int64(3))  # type: ignore[arg-type]
+    sampler.set_epoch(np.int64(4))  # type: ignore[arg-type]
+    state = sampler.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    plain = ElasticSampler(9, 2, 1, seed=3)
+    plain.set_epoch(4)
+    assert (list(sampler), state["epoch"]) == (list(plain), 4)
 
 
 def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_numbers_of_numpy() -> None:
     given = {"a": np.float32(0.5), "b": np.int64(2), "c": np.float16(0)}
     assert Plan(NAMES, [(np.int64(0), given)]).state((0, 0)) == [[0, 0, 0.5, 2.0, 0.0]]  # type: ignore[list-item]
     for weight in (np.float32("nan"), np.float32("inf"), np.float32(-1), np.True_):
-        with pytest.raises(ValueError, match=r"weights\['a'\]=.*: a weight is a finite number"):
+        with pytest.raises(ValueError, match=r"weights\['a'\]=.*: a weight is a number from 0 to 1e\+300"):
             Plan(NAMES, {**given, "a": weight})
 
 
@@ -144,7 +144,7 @@ def test_numbers_of_numpy() -> None:
         ),
         ({"a": 1, "b": 1, "c": 1, "d": 1}, ValueError, "weights are of .*'d'"),
         ({}, ValueError, "weights are of nothing"),
-        ({"a": -1, "b": 1, "c": 1}, ValueError, r"weights\['a'\]=-1: a weight is a finite number from 0 on"),
+        ({"a": -1, "b": 1, "c": 1}, ValueError, r"weights\['a'\]=-1: a weight is a number from 0 to 1e\+300"),
         ({"a": math.nan, "b": 1, "c": 1}, ValueError, r"weights\['a'\]=nan"),
         ({"a": math.inf, "b": 1, "c": 1}, ValueError, r"weights\['a'\]=inf"),
         ({"a": "1", "b": 1, "c": 1}, ValueError, r"weights\['a'\]='1'"),

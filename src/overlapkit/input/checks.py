@@ -33,6 +33,28 @@ def as_seed(seed: Any) -> int:
     return int(seed)
 
 
+def as_integer(name: str, value: Any) -> int:
+    """Any integer.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not is_integer(value):
+        raise ValueError(f"{name}={value!r}: give an integer")
+    return int(value)
+
+
+def as_epoch(epoch: Any) -> int:
+    """An integer from 0 on.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not is_integer(epoch) or epoch < 0:
+        raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
+    return int(epoch)
+
+
 def check_choice(name: str, value: Any) -> None:
     """Refuse what is neither True nor False.
 

@@ -43,13 +43,13 @@ class DrawWatch:
 
     def end(self, pull: Ticket[Any] | None = None) -> None:
         """It goes on: see what has moved. A pull that the loop need not wait for is given a moment first."""
-        if self._before is None:
+        before, self._before = self._before, None  # at once: a pass in another thread may end it, too
+        if before is None:
             return
         with suppress(TimeoutError):
             if pull is not None:
                 pull.wait(PATIENCE_S)
         self._left -= 1
-        before, self._before = self._before, None
         self._moved = [name for name, state in _states().items() if before.get(name, state) != state]
         if self._moved:
             self._left = 0

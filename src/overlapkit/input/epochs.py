@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from overlapkit.input.checks import is_integer
 from overlapkit.input.reach import reachable
 from overlapkit.input.skipping import sampler_chain
 
@@ -24,7 +25,7 @@ def epoch_holders(source: Any) -> list[Any]:
 def current_epoch(source: Any) -> int | None:
     """The epoch that the first of them is in, or None where none can say."""
     known = (getattr(holder, "epoch", None) for holder in epoch_holders(source))
-    return next((epoch for epoch in known if isinstance(epoch, int)), None)
+    return next((int(epoch) for epoch in known if is_integer(epoch)), None)
 
 
 def _dataset_chain(dataset: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from overlapkit.input.checks import as_integer
 from overlapkit.input.draws import DrawWatch
 from overlapkit.input.epochs import current_epoch, epoch_holders
 from overlapkit.input.fixed import FixedMemory
@@ -105,8 +106,12 @@ class Feed:
         return self._epoch if epoch is None else epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell whatever has epochs which one the next pass is."""
-        self._epoch = epoch
+        """Tell whatever has epochs which one the next pass is.
+
+        Raises:
+            ValueError: It is no integer: a state that has it could not be loaded.
+        """
+        self._epoch = epoch = as_integer("epoch", epoch)
         for holder in epoch_holders(self.source.original):
             holder.set_epoch(epoch)
 

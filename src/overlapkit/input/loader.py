@@ -49,15 +49,16 @@ class DeviceLoader:
     Source and transform run under the grad mode of `iter()` (in inference mode without grad), not under the
     loop's autocast or default device.
 
-    A source that knows how many batches it has is held to that: an epoch that is silently short is lost data.
+    Lists, map-style DataLoaders, and sources with a state and with `batches_left`, which counts those of the
+    pass that their `iter()` began, know how many batches they have, and are held to that: an epoch that is
+    silently short is lost data. (The `len()` of any other source is taken for an estimate.)
 
     Among several ranks a pass begins on all of them together, unless uneven is None. Where each knows how
-    many batches it has (a list, a map-style DataLoader, or a source with a state and with `batches_left`,
-    which counts those of the pass that its `iter()` began), they say so once, through the job's store, and
-    nothing is exchanged for a batch. Elsewhere a lane beside the reader agrees on each batch, in about four
-    calls to the store, more while it waits for a slower rank, and as far ahead as batches are read. No rank
-    waits longer than half of the process group's timeout: then it raises, and names the rank that did not
-    come. One process exchanges nothing.
+    many batches it has, they say so once, through the job's store, and nothing is exchanged for a batch.
+    Elsewhere a lane beside the reader agrees on each batch, in about four calls to the store, more while it
+    waits for a slower rank, and as far ahead as batches are read. No rank waits longer than half of the
+    process group's timeout: then it raises, and names the rank that did not come. One process exchanges
+    nothing.
 
     Args:
         source: A re-iterable of batches: DataLoader, StatefulDataLoader, torchdata.nodes.Loader,
@@ -66,8 +67,8 @@ class DeviceLoader:
             batches are page-locked here.
         device: Where batches go; None for the current accelerator, else the CPU.
         depth: Batches read ahead, at least 1.
-        pin: Page-lock host memory; None does so where the device is a GPU. It takes at most (depth + 1)
-            times the largest batch.
+        pin: Page-lock host memory; None does so where the device is a GPU. Each pass under way takes at most
+            (depth + 1) times its largest batch, and leaves that to the next.
         reuse_buffers: Hand over every batch at the same addresses, as CUDA graphs need it: a batch is valid
             until the next one is asked for, by which time the loop's stream must wait for whatever uses it
             on another. It costs one more copy a batch, on the device, for which the loop's stream stands
@@ -178,6 +179,9 @@ class DeviceLoader:
         """Tell the source, or its samplers and dataset, which epoch the next pass is.
 
         Nothing happens where none of them has epochs.
+
+        Raises:
+            ValueError: `epoch` is no integer, or one that the source refuses.
         """
         self._feed.set_epoch(epoch)
 

@@ -98,7 +98,7 @@ class Position:
             raise ValueError(f"state has epoch={epoch!r}: it is damaged, for an epoch is an integer or None")
         if not isinstance(again, bool):
             raise ValueError(f"state has again={again!r}: it is damaged, for that is True or False")
-        if drawn is not None and [type(part) for part in drawn] != [list, list]:
+        if drawn is not None and not (isinstance(drawn, list) and [*map(type, drawn)] == [list, list]):
             raise ValueError(f"state has drawn={drawn!r:.80}: it is damaged")
         epoch = epoch if epoch is None else int(epoch)
         return cls(int(taken), epoch, state["order"], state["mark"], again, drawn)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from overlapkit.input.checks import is_integer
+from overlapkit.input.checks import as_epoch, is_integer
 from overlapkit.input.order import Order
 
 FORMAT = 1
@@ -64,11 +64,10 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch: what is left of it where it was resumed, else all of it."""
-        if not is_integer(epoch) or epoch < 0:
-            raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
+        epoch = as_epoch(epoch)
         unfinished = self._told is not None and epoch == self.epoch and not self.is_over(self.position)
         if not unfinished:
-            self._tell(int(epoch), 0)
+            self._tell(epoch, 0)
 
     def is_over(self, position: int) -> bool:
         """Whether an epoch has no pass left at a position."""

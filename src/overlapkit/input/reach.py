@@ -4,6 +4,7 @@ Attributes are looked at, never asked for: no property of the user's runs, and n
 """
 
 import functools
+import math
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -26,10 +27,14 @@ _CLOSED = type, types.ModuleType, np.ndarray, np.generic, torch.dtype, torch.dev
 
 
 def reachable(*roots: Any, items: int | None = ITEMS) -> Iterator[Any]:
-    """Roots, what they hold in attributes, containers, partials and closures, and so on: each object once."""
+    """Roots, what they hold in attributes, containers, partials and closures, and so on: each object once.
+
+    Without `items` there is no bound on objects either: what of a batch is left out may be overwritten.
+    """
+    most = math.inf if items is None else _OBJECTS
     known: dict[int, Any] = {}  # the objects, too, so that no number is given to another meanwhile
     waiting = deque(roots)
-    while waiting and len(known) < _OBJECTS:
+    while waiting and len(known) < most:
         value = waiting.popleft()
         if type(value) in ATOMS or id(value) in known or isinstance(value, _CLOSED):
             continue

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from overlapkit.input.checks import as_integer, as_seed
+
 
 class SampleSeed:
     """Seeds for the samples of a dataset, which holds it as an attribute.
@@ -36,10 +38,13 @@ class SampleSeed:
 
     Args:
         seed: Any integer; the same on every rank.
+
+    Raises:
+        ValueError: `seed` is no integer.
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = _integer("seed", seed)
+        self._seed = as_seed(seed)
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     @property
@@ -49,7 +54,7 @@ class SampleSeed:
 
     def set_epoch(self, epoch: int) -> None:
         """Draw for another epoch from now on, in worker processes too."""
-        self._epoch.fill_(_integer("epoch", epoch))
+        self._epoch.fill_(as_integer("epoch", epoch))
 
     def of(self, index: Any) -> int:
         """The sample's seed, in [0, 2**64), for generators of any library.
@@ -120,9 +125,3 @@ def _global_states() -> Iterator[None]:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
-
-
-def _integer(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: use an integer")
-    return value

@@ -4,11 +4,13 @@ import operator
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Number
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from overlapkit.device import rank_and_world
+from overlapkit.input.checks import as_count, as_epoch, as_seed, check_choice, is_integer
 from overlapkit.input.order import BLOCK, Order
 from overlapkit.input.progress import Progress
 
@@ -63,12 +65,12 @@ class ElasticSampler(DistributedSampler[int]):
         # not super().__init__(): it asks for a process group, and sets the epoch that is a property here
         own_rank, world = (0, 1) if None not in (num_replicas, rank) else rank_and_world()
         self.dataset = dataset  # type: ignore[assignment]  # a number will do
-        self.num_replicas = world if num_replicas is None else num_replicas
-        self.rank = own_rank if rank is None else rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        size = dataset if isinstance(dataset, int) else len(dataset)
-        _check(size, self.num_replicas, self.rank, seed)
-        self.order = Order(size, self.rank, self.num_replicas, seed, shuffle, drop_last)
+        self.num_replicas = as_count("num_replicas", world if num_replicas is None else num_replicas)
+        self.rank = _rank_among(self.num_replicas, own_rank if rank is None else rank)
+        check_choice("shuffle", shuffle)
+        check_choice("drop_last", drop_last)
+        self.shuffle, self.seed, self.drop_last = shuffle, as_seed(seed), drop_last
+        self.order = Order(_size_of(dataset), self.rank, self.num_replicas, self.seed, shuffle, drop_last)
         self.num_samples = self.order.share(0)
         self.total_size = self.num_samples * self.num_replicas
         self._next = _Next(0, 0, False)
@@ -95,8 +97,7 @@ class ElasticSampler(DistributedSampler[int]):
 
         Where a state stands at its end, nothing is left.
         """
-        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
-            raise ValueError(f"epoch={epoch!r}: an epoch is an integer from 0 on")
+        epoch = as_epoch(epoch)
         start = self._next.start if epoch == self._next.epoch else 0
         self._next = _Next(epoch, start or 0, True)
 
@@ -189,12 +190,14 @@ class Pass:
         return self.until - operator.length_hint(self.block)
 
 
-def _check(size: Any, num_replicas: Any, rank: Any, seed: Any) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+def _size_of(dataset: Any) -> int:
+    size = dataset if isinstance(dataset, Number) else len(dataset)
+    if not is_integer(size) or size < 1:
         raise ValueError(f"dataset={size!r}: an epoch has at least one sample")
-    if not isinstance(num_replicas, int) or num_replicas < 1:
-        raise ValueError(f"num_replicas={num_replicas!r}: the number of ranks is an integer of at least 1")
-    if not isinstance(rank, int) or not 0 <= rank < num_replicas:
+    return int(size)
+
+
+def _rank_among(num_replicas: int, rank: Any) -> int:
+    if not is_integer(rank) or not 0 <= rank < num_replicas:
         raise ValueError(f"rank={rank!r}: with num_replicas={num_replicas} it is 0 to {num_replicas - 1}")
-    if not isinstance(seed, int):
-        raise ValueError(f"seed={seed!r}: a seed is an integer, the same on every rank")
+    return int(rank)

@@ -13,6 +13,9 @@ Weights = Mapping[str, float]
 Place = tuple[int, int]
 """An epoch, and how many samples of it all ranks together have taken."""
 
+_LARGEST = 1e300
+"""So that the sum of many is finite."""
+
 _KEPT = 1000
 """Changes that are remembered behind a reader: no loop stands more of them back than it reads ahead."""
 
@@ -108,8 +111,8 @@ class Plan:
             )
         for name, weight in weights.items():
             plain = weight.item() if isinstance(weight, np.generic) else weight
-            if isinstance(plain, bool) or not isinstance(plain, int | float) or not 0 <= plain < 1e300:
-                raise ValueError(f"weights[{name!r}]={weight!r}: a weight is a finite number from 0 on")
+            if isinstance(plain, bool) or not isinstance(plain, int | float) or not 0 <= plain < _LARGEST:
+                raise ValueError(f"weights[{name!r}]={weight!r}: a weight is a number from 0 to {_LARGEST:g}")
         if not any(weights.values()):
             raise ValueError(f"weights={dict(weights)!r}: at least one weight is above 0")
         return [float(weights[name]) for name in self._names]
