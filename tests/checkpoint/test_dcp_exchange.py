@@ -405,6 +405,7 @@ def test_retention_and_fallback_count_what_dcp_wrote(tmp_path):
                 {"t": torch.tensor(number)}, storage_writer=SafetensorsWriter(tmp_path / f"step-{number}")
             )
     with Checkpointer(tmp_path, keep=2) as checkpointer:
+        checkpointer.verify(2)
         checkpointer.save(3, {"t": torch.tensor(3)}, block=True)
         assert checkpointer.steps() == [2, 3]
         (tmp_path / "step-3" / "rank-00000.safetensors").unlink()
