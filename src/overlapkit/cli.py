@@ -220,6 +220,7 @@ def _exit_status() -> Iterator[None]:
         ValueError,
         TypeError,
         ImportError,  # what reads URLs
+        NotImplementedError,  # what does not write to them
         FileNotFoundError,
         FileExistsError,
         NotADirectoryError,

@@ -182,6 +182,19 @@ def test_one_process_that_does_not_come_back(tmp_path):
     assert saved(tmp_path) == [3]
 
 
+def test_one_that_is_closed_early_on_one_rank_does_not_part_the_next_ones(tmp_path):
+    def run(rank):
+        with Checkpointer(tmp_path) as first:
+            first.on_signal()
+            time.sleep(0.4 * rank)  # rank 0's thread has not yet asked the store for anything
+        return train(tmp_path, lambda step: rank == 0 and step == 5 and terminate(), deadline=5, every=1000)
+
+    (code, step), other = run_ranks(2, run)
+    assert (code, step) == other
+    assert code == 143
+    assert saved(tmp_path) == [step]
+
+
 def test_an_event_loops_pipe_for_signals_stays_its_own(tmp_path):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

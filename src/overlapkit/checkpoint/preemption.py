@@ -58,6 +58,7 @@ class Preemption:
     def __init__(self, name: str, call: int) -> None:
         self.asked = False
         self._quorum = Quorum(f"checkpoint/{name}/preemption", failure=RankFailed)
+        self._key = f"{self._quorum.name}/signal"  # a name is by order: taken here, where all ranks come
         self._name = name
         self._pid = os.getpid()
         self._terms: dict[int, _Terms] = {}
@@ -182,7 +183,7 @@ class Preemption:
         report = {"call": self._call + 1}
         try:
             if self._signal is not None and self._quorum.store is not None:
-                self._quorum.store.set(f"{self._quorum.name}/signal", str(self._signal))
+                self._quorum.store.set(self._key, str(self._signal))
             self._quorum.timeout = 0.9 * self._chosen.deadline  # so that there is time to say who is missing
             verdict = self._quorum.settle("call", report, _highest)
         except Exception as error:
@@ -211,8 +212,8 @@ class Preemption:
                 continue
             asked = time.monotonic()
             try:
-                if store.check([f"{self._quorum.name}/signal"]):
-                    return int(store.get(f"{self._quorum.name}/signal"))
+                if store.check([self._key]):
+                    return int(store.get(self._key))
             except RuntimeError:
                 store = None  # whoever served it is gone: the job is at its end
         return None

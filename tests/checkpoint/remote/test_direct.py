@@ -12,7 +12,16 @@ import torch
 from fsspec.registry import known_implementations
 from typer.testing import CliRunner
 
-from overlapkit.checkpoint import Checkpointer, DamagedCheckpoint, StoreError, describe, diff, export, verify
+from overlapkit.checkpoint import (
+    Checkpointer,
+    DamagedCheckpoint,
+    StoreError,
+    describe,
+    diff,
+    export,
+    import_checkpoint,
+    verify,
+)
 from overlapkit.checkpoint.listing import list_checkpoints
 from overlapkit.checkpoint.manifest import _checksum, manifest_bytes, read_manifest
 from overlapkit.checkpoint.remote.store import Store
@@ -276,3 +285,21 @@ def test_the_tools_read_urls(tmp_path, capsys):
     result = run(app, ["checkpoint", "verify", URL])
     assert result.exit_code == 1
     assert f"{URL}/step-2" in result.output
+
+
+def test_what_writes_no_urls_says_so_and_makes_no_folder_of_that_name(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save(1, value_state(1))
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"w": torch.ones(1)}}, "a.pt")
+    with pytest.raises(NotImplementedError, match="out='inject://bucket/out'"):
+        export(run, "inject://bucket/out")
+    with pytest.raises(NotImplementedError, match="directory='inject://bucket/run'"):
+        import_checkpoint("a.pt", URL, step=1)
+    with pytest.raises(NotImplementedError, match="source='inject://bucket/run'"):
+        import_checkpoint(URL, tmp_path / "x", step=1)
+    result = CliRunner().invoke(app, ["checkpoint", "export", str(run), "inject://bucket/out"])
+    assert result.exit_code == 2
+    assert "out='inject://bucket/out'" in result.output
+    assert sorted(os.listdir()) == ["a.pt", "run"]

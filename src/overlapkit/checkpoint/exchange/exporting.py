@@ -18,6 +18,7 @@ from overlapkit.checkpoint.exchange.casting import cast, castable, check_cast
 from overlapkit.checkpoint.exchange.weights import find_weights
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.manifest import read_manifest
+from overlapkit.checkpoint.opening import check_path
 from overlapkit.checkpoint.pieces import DTYPES
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Reader
@@ -96,9 +97,11 @@ def export(
         FileExistsError: The folder has weights already, or another export's unfinished files.
         DamagedCheckpoint: The checkpoint is damaged; nothing is left in the folder.
         ValueError: An argument is wrong, or a value is too large for `dtype`.
+        NotImplementedError: `out` is a URL.
     """
     if dtype is not None:
         check_cast(dtype)
+    check_path("out", out)
     limit, folder = parse_size(shard_size), Path(out)
     manifest = read_manifest(find_checkpoint(where, step))
     weights = find_weights(Catalog(manifest, 0, manifest.world), only)

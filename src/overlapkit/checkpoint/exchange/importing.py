@@ -16,7 +16,7 @@ from overlapkit.checkpoint.exchange.torch_file import TorchFile
 from overlapkit.checkpoint.fileplan import FilePlan
 from overlapkit.checkpoint.gather import Gathered
 from overlapkit.checkpoint.manifest import step_name
-from overlapkit.checkpoint.opening import check_step, open_directory
+from overlapkit.checkpoint.opening import check_path, check_step, open_directory
 from overlapkit.checkpoint.pieces import Slot
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.slices import row_slices
@@ -72,7 +72,10 @@ def import_checkpoint(
         DamagedCheckpoint: The source is damaged. Nothing is committed then, nor with the following.
         TypeError: It holds what cannot be kept without pickling; the message says where.
         ValueError: An argument is wrong, or an optimizer's parameters are unknown.
+        NotImplementedError: The source or the directory is a URL.
     """
+    check_path("source", source)
+    check_path("directory", directory)
     step, root = check_step(step), Path(directory)
     if wrong := [kind for kind in (kinds or {}).values() if kind not in KINDS]:
         raise ValueError(f"kinds= has {wrong[0]!r}: give one of {', '.join(KINDS)}")
