@@ -248,6 +248,30 @@ def test_a_source_may_go_on_changing_the_state_that_it_gave_out(wrap: Callable[[
     assert states == [{"name": "x", "where": wrap([k, torch.full((1,), float(k))])} for k in range(1, 6)]
 
 
+def test_a_source_may_go_on_changing_the_state_that_it_was_given() -> None:
+    class Source:
+        state: dict[str, list[int]] = {"at": [0]}
+
+        def __iter__(self) -> Iterator[int]:
+            while self.state["at"][0] < 5:
+                self.state["at"][0] += 1
+                yield self.state["at"][0]
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    loader = DeviceLoader(Source(), "cpu")
+    passing = iter(loader)
+    assert [next(passing), next(passing)] == [1, 2]
+    state = loader.state_dict()
+    for _ in range(2):
+        loader.load_state_dict(state)
+        assert list(loader) == [3, 4, 5]
+
+
 def test_state_before_anything_was_taken() -> None:
     torch.manual_seed(3)
     loader = DeviceLoader(own_generator(10, 2), "cpu")
