@@ -161,6 +161,21 @@ def test_saved_between_epochs(kind: str, options: dict[str, Any], epochs: int) -
     assert rest[epochs:] == want[epochs:]
 
 
+@pytest.mark.parametrize("kind", sorted(RESUMABLE))
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_state_at_an_epoch_s_end_starts_the_next_though_no_epoch_is_set(kind: str, epochs: int) -> None:
+    torch.manual_seed(11)
+    first, second = (DeviceLoader(RESUMABLE[kind](12, 2), "cpu") for _ in range(2))
+    lengths = {len(list(first)) for _ in range(epochs)}
+    state, generator = first.state_dict(), torch.get_rng_state()
+    want = [[plain(batch) for batch in first] for _ in range(2)]
+    assert set(map(len, want)) == lengths
+    torch.manual_seed(99)
+    second.load_state_dict(state)
+    torch.set_rng_state(generator)
+    assert [[plain(batch) for batch in second] for _ in range(2)] == want
+
+
 def test_a_loader_of_nodes() -> None:
     def order(lives: list[int]) -> list[Any]:
         taken: list[Any] = []
