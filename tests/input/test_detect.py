@@ -91,3 +91,15 @@ def test_the_original_loader_is_left_as_it_is() -> None:
     list(DeviceLoader(source, "cpu"))
     assert vars(source) == before
     assert len(list(source)) == 3
+
+
+def test_workers_that_the_original_loader_has_are_not_ours() -> None:
+    """The script has looked at a batch before it wraps the loader."""
+    source = in_order(6, 2, num_workers=1, persistent_workers=True)
+    theirs = iter(source)
+    assert next(theirs).tolist() == [0, 1]
+    loader = DeviceLoader(source, "cpu")
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    assert [batch.tolist() for batch in theirs] == [[2, 3], [4, 5]]
+    loader.close()

@@ -234,6 +234,15 @@ def test_a_tail_that_was_left_out_stays_left_out_with_smaller_batches() -> None:
     assert len(list(second)) == 10
 
 
+def test_samples_that_ranks_left_out_stay_left_out_at_fewer_ranks() -> None:
+    """Four ranks take 8 of 11 samples; one rank alone could take the other three."""
+    first, second = build(11, world=4, tail=True), build(11)
+    assert len(list(first)) == 1
+    second.load_state_dict(first.state_dict())
+    assert second.next_epoch == 1
+    assert len(list(second)) == 6
+
+
 def test_a_loop_s_random_numbers_are_those_of_an_uninterrupted_run() -> None:
     def drawn(stop: int) -> list[float]:
         torch.manual_seed(1)

@@ -133,4 +133,6 @@ def test_a_pass_that_is_still_taking_does_not_move_the_next_one() -> None:
     here.begin()
     here.set_epoch(4)
     here.take(30)  # a reader that is in the middle of a batch
+    here.finish()
+    assert (here.state_dict()["epoch"], here.state_dict()["position"]) == (4, 0)
     assert (here.begin(), here.epoch, here.position) == (100, 4, 0)

@@ -161,6 +161,21 @@ def test_saved_between_epochs(kind: str, options: dict[str, Any], epochs: int) -
     assert rest[epochs:] == want[epochs:]
 
 
+@pytest.mark.parametrize("kind", sorted(RESUMABLE))
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_state_at_an_epoch_s_end_starts_the_next_though_no_epoch_is_set(kind: str, epochs: int) -> None:
+    torch.manual_seed(11)
+    first, second = (DeviceLoader(RESUMABLE[kind](12, 2), "cpu") for _ in range(2))
+    lengths = {len(list(first)) for _ in range(epochs)}
+    state, generator = first.state_dict(), torch.get_rng_state()
+    want = [[plain(batch) for batch in first] for _ in range(2)]
+    assert set(map(len, want)) == lengths
+    torch.manual_seed(99)
+    second.load_state_dict(state)
+    torch.set_rng_state(generator)
+    assert [[plain(batch) for batch in second] for _ in range(2)] == want
+
+
 def test_a_loader_of_nodes() -> None:
     def order(lives: list[int]) -> list[Any]:
         taken: list[Any] = []
@@ -246,6 +261,30 @@ def test_a_source_may_go_on_changing_the_state_that_it_gave_out(wrap: Callable[[
     loader = DeviceLoader(Source(), "cpu", depth=4)
     states = [loader.state_dict()["mark"] for _ in loader]
     assert states == [{"name": "x", "where": wrap([k, torch.full((1,), float(k))])} for k in range(1, 6)]
+
+
+def test_a_source_may_go_on_changing_the_state_that_it_was_given() -> None:
+    class Source:
+        state: dict[str, list[int]] = {"at": [0]}
+
+        def __iter__(self) -> Iterator[int]:
+            while self.state["at"][0] < 5:
+                self.state["at"][0] += 1
+                yield self.state["at"][0]
+
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    loader = DeviceLoader(Source(), "cpu")
+    passing = iter(loader)
+    assert [next(passing), next(passing)] == [1, 2]
+    state = loader.state_dict()
+    for _ in range(2):
+        loader.load_state_dict(state)
+        assert list(loader) == [3, 4, 5]
 
 
 def test_state_before_anything_was_taken() -> None:

@@ -61,7 +61,7 @@ def as_parts(sources: Any) -> list[Part]:
         ValueError: They are not alike.
     """
     if not isinstance(sources, Mapping) or not sources:
-        raise TypeError(f"sources={sources!r}: give {{name: TokenShards, ...}}")
+        raise TypeError(f"sources={sources!r}: give {{name: TokenShards or DataLoader, ...}}")
     parts = [_part(name, source) for name, source in sources.items()]
     (first, one), *others = zip(sources, parts, strict=True)
     for name, other in others:

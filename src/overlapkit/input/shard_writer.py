@@ -51,10 +51,11 @@ def write_token_shards(
         progress: Show a bar; None does so on a terminal.
 
     Raises:
-        ValueError: A document is no integers of one dimension, or a token does not fit into `dtype` (the
-            message says which); there are no tokens; the directory is not empty, is the current one or
-            cannot be made; its file system has no locks; another process is writing it; or it was taken
-            while it was written (the finished shards are kept, and the message says where).
+        TypeError: `token_arrays` is no iterable of documents.
+        ValueError: An argument is out of range; a document is no integers of one dimension, or a token does
+            not fit into `dtype` (the message says which); there are no tokens; the directory is not empty, is
+            the current one or cannot be made; its file system has no locks; another process is writing it; or
+            it was taken while it was written (the finished shards are kept, and the message says where).
     """
     if dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype={dtype!r}: use 'uint16', or 'uint32' for more than 65,536 different tokens")
