@@ -6,7 +6,7 @@ from typing import Protocol
 
 from overlapkit.checkpoint.commit import discard, tidy
 from overlapkit.checkpoint.disk import Disk
-from overlapkit.checkpoint.errors import DamagedCheckpoint
+from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from overlapkit.checkpoint.finding import sound_checkpoints
 from overlapkit.checkpoint.manifest import step_name
 from overlapkit.checkpoint.retention import Policy
@@ -26,6 +26,18 @@ class Deleting(Protocol):
 
     def close(self) -> None:
         """Nothing is asked any more."""
+
+
+def delete_surplus(deletion: Deleting, step: int, where: Path) -> None:
+    """Delete what is surplus now that a step is committed.
+
+    Raises:
+        CheckpointError: Something cannot be deleted; `where` is committed all the same.
+    """
+    try:
+        deletion.committed(step)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{where} is committed, but older ones cannot be deleted: {error}") from error
 
 
 class Deletion:

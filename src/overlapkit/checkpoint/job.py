@@ -8,9 +8,9 @@ from typing import Any
 
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.commit import commit
-from overlapkit.checkpoint.deletion import Deleting
+from overlapkit.checkpoint.deletion import Deleting, delete_surplus
 from overlapkit.checkpoint.disk import Disk
-from overlapkit.checkpoint.errors import CheckpointError, RankFailed
+from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.every import Every
 from overlapkit.checkpoint.manifest import step_name
 from overlapkit.checkpoint.planner import Share
@@ -93,7 +93,7 @@ class Job:
         self.run.every.follow(verdict)
         final = self.run.root / step_name(self.step)
         if self.run.quorum.rank == 0:
-            self._delete_surplus(final)
+            delete_surplus(self.run.deletion, self.step, final)
         return final
 
     def _write(self, temporary: Path) -> Report:
@@ -145,12 +145,9 @@ class Job:
                     f"rank {rank} has other plain (not DTensor) tensors in its modules or optimizers than "
                     "rank 0: they would be lost, as rank 0 writes plain tensors for all ranks"
                 )
-        return {name: file for report in reports for name, file in report["files"].items()}
+        return files_of(reports)
 
-    def _delete_surplus(self, final: Path) -> None:
-        try:
-            self.run.deletion.committed(self.step)
-        except (CheckpointError, OSError) as error:
-            raise CheckpointError(
-                f"{final} is committed, but older ones cannot be deleted: {error}"
-            ) from error
+
+def files_of(reports: list[Report]) -> dict[str, dict[str, Any]]:
+    """The files that all ranks have reported."""
+    return {name: file for report in reports for name, file in report["files"].items()}

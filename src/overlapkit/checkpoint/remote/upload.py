@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint.codec import decode
-from overlapkit.checkpoint.errors import CheckpointError, RankFailed
-from overlapkit.checkpoint.job import Job
+from overlapkit.checkpoint.deletion import delete_surplus
+from overlapkit.checkpoint.errors import RankFailed
+from overlapkit.checkpoint.job import Job, files_of
 from overlapkit.checkpoint.manifest import step_name
 from overlapkit.checkpoint.remote.publish import Withdrawal, publish_together
 from overlapkit.checkpoint.remote.store import Store
@@ -170,18 +171,7 @@ class Uploads:
                     self._store.put_file(path, f"{step_name(step)}/{save}/{name}")
             return {"files": cargo.files}
 
-        def agree(reports: list[Report]) -> dict[str, dict[str, Any]]:
-            return {name: file for report in reports for name, file in report["files"].items()}
-
         about = {"world": self._quorum.world, "metrics": metrics}
-        publish_together(self._store, self._quorum, f"upload/{number}", step, save, work, agree, about)
+        publish_together(self._store, self._quorum, f"upload/{number}", step, save, work, files_of, about)
         if self._quorum.rank == 0:
-            self._withdraw_surplus(step)
-
-    def _withdraw_surplus(self, step: int) -> None:
-        try:
-            self._withdrawal.committed(step)
-        except (CheckpointError, OSError) as error:
-            raise CheckpointError(
-                f"{self._store.url}/{step_name(step)} is committed, but older ones cannot be deleted: {error}"
-            ) from error
+            delete_surplus(self._withdrawal, step, self._store.root / step_name(step))
