@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlapkit.kernels.arguments import check_floating, check_like, no_double_backward
+from overlapkit.kernels.sharded import by_rows
 from overlapkit.launch import through_triton
 
 
+@by_rows("gate", "up")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer, 2020).
 
