@@ -1,5 +1,6 @@
 """Lane 3, compute: fused kernels with the signatures of torch.nn.functional, and their modules."""
 
+from overlapkit.kernels.autotune import Tuned, autotune
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
 from overlapkit.kernels.swap import Swap, swap
@@ -10,6 +11,8 @@ __all__ = [
     "RMSNorm",
     "Swap",
     "SwiGLU",
+    "Tuned",
+    "autotune",
     "cross_entropy",
     "rms_norm",
     "swap",

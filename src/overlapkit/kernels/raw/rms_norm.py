@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from overlapkit.kernels.autotune import tuned
 from overlapkit.launch import Tile, as_rows, kernel, processors, tile
 
 WIDEST_ONE_PASS = 8192
@@ -58,6 +59,7 @@ def _forward(
         tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
 
 
+@tuned()
 def forward(
     x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,6 +233,7 @@ def _backward_columns(
         tl.store(partial_ptr + group.to(tl.int64) * n_cols + cols, dweight, mask=mask)
 
 
+@tuned()
 def backward(
     dy: Tensor,
     dsum: Tensor | None,

@@ -5,6 +5,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from overlapkit.kernels.autotune import tuned
 from overlapkit.launch import as_rows, kernel, tile
 
 
@@ -62,6 +63,7 @@ def _backward(
     tl.store(dup_ptr + out, dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
 
+@tuned()
 def forward(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, contiguous."""
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -85,6 +87,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
+@tuned()
 def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up, contiguous, from the inputs alone: nothing else was saved."""
     dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
