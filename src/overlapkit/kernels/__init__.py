@@ -2,18 +2,21 @@
 
 from overlapkit.kernels.autotune import Tuned, autotune
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
+from overlapkit.kernels.layer_norm import LayerNorm, layer_norm
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
 from overlapkit.kernels.swap import Swap, swap
 from overlapkit.kernels.swiglu import SwiGLU, swiglu
 
 __all__ = [
     "CrossEntropyLoss",
+    "LayerNorm",
     "RMSNorm",
     "Swap",
     "SwiGLU",
     "Tuned",
     "autotune",
     "cross_entropy",
+    "layer_norm",
     "rms_norm",
     "swap",
     "swiglu",
