@@ -197,7 +197,7 @@ def test_what_a_choice_depends_on(
     kernels.autotune(lambda: kernels.rms_norm(x), directory=tmp_path)
     assert timer.asked == before + 18
     (key,) = (json.loads(file.read_text())["key"] for file in list(tmp_path.iterdir())[:1])
-    assert key[0] == "rms_norm.forward"
+    assert key[0] == "norm_forward.forward"
     assert len(key[1]) == 16
 
 
