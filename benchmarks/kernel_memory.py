@@ -1,0 +1,2 @@
+HEAD="linear_cross_entropy"
+def head_figures(q,d): return []
