@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from overlapkit.kernels.raw import cross_entropy, rms_norm, swiglu
+from overlapkit.kernels.raw import cross_entropy, gated, rms_norm
 from tests.kernels.ahead import Launch, recorded, resources
 
 N = 4096
@@ -38,8 +38,10 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
             rms_norm.backward(x, None, x, weight, rows, 0.0, True)
             rms_norm.backward(x, x, x, weight, rows, 1.0, True)
             rms_norm.backward(x, x, x, weight, rows, 1.0, False)
-            swiglu.forward(x, x)
-            swiglu.backward(x, x, x)
+            for activation in ("silu",) if d != widths[-1] else ("silu", "gelu", "gelu_tanh"):
+                gated.forward(x, x, activation)
+                gated.backward(x, x, x, activation, True, True)
+            gated.backward_packed(x, meta(N, 2 * d, dtype=dtype), "silu", True)
         for v in classes:
             logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=torch.float32)
             for options in ((None, -100, 0.0, 0.0, 0.0), (weight, -100, 0.1, 1e-4, 30.0)):
@@ -51,7 +53,7 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
 
 
 def names() -> Iterator[str]:
-    for module in (cross_entropy, rms_norm, swiglu):
+    for module in (cross_entropy, gated, rms_norm):
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":
                 yield f"{module.__name__}.{name}"

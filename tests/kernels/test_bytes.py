@@ -57,14 +57,34 @@ def test_rms_norm_backward_of_wide_rows() -> None:
     assert 5 / 3 - 0.01 <= count.total / size(x, weight, dy, x.grad, weight.grad) <= 5 / 3 + 1 / 48 + 0.27
 
 
-def test_swiglu() -> None:
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated(name: str) -> None:
     gate, up = make(64, 2752), make(64, 2752)
     with ledger() as forward:
-        y = kernels.swiglu(gate, up)
+        y = getattr(kernels, name)(gate, up)
     assert forward.total == size(gate, up, y)
     with ledger() as backward:
         y.backward(y.detach())
     assert backward.total == size(y, gate, up, gate.grad, up.grad)
+
+
+@pytest.mark.parametrize("name", ["swiglu_packed", "geglu_packed"])
+def test_gated_packed(name: str) -> None:
+    x = make(64, 2752)
+    with ledger() as forward:
+        y = getattr(kernels, name)(x, "gate_up")
+    assert forward.total == size(x, y)
+    with ledger() as backward:
+        y.backward(y.detach())
+    assert backward.total == size(y, x, x.grad)
+
+
+def test_a_frozen_half_costs_nothing() -> None:
+    gate, up = make(64, 512), make(64, 512).detach()
+    y = kernels.swiglu(gate, up)
+    with ledger() as backward:
+        y.backward(y.detach())
+    assert backward.total == size(y, gate, up, gate.grad)
 
 
 @pytest.mark.parametrize("v", [32_768, 50_257])

@@ -26,6 +26,16 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
     x, other, weight = (make(*s, dtype=dtype, device=device) for s in ((n, d), (n, d), (d,)))
     if name == "swiglu":
         return kernels.swiglu, lambda g, u: F.silu(g) * u, (x, other), (torch.randn_like(x),)
+    if name == "geglu":
+        return kernels.geglu, lambda g, u: F.gelu(g) * u, (x, other), (torch.randn_like(x),)
+    if name == "geglu_packed":
+        h = make(n, 2 * d, dtype=dtype, device=device)
+        return (
+            lambda h: kernels.geglu_packed(h, "up_gate", approximate="tanh"),
+            lambda h: F.gelu(h[:, d:], approximate="tanh") * h[:, :d],
+            (h,),
+            (torch.randn_like(x),),
+        )
     if name == "cross_entropy":
         target = torch.randint(d, (n,), device=device)
         target[1::3] = -100
@@ -46,7 +56,7 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
     return ours, norm, (x, weight, other), (torch.randn_like(x), torch.randn_like(x))
 
 
-NAMES = ["rms_norm", "swiglu", "cross_entropy"]
+NAMES = ["rms_norm", "swiglu", "geglu", "geglu_packed", "cross_entropy"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

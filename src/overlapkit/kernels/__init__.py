@@ -1,17 +1,21 @@
 """Lane 3, compute: fused kernels with the signatures of torch.nn.functional, and their modules."""
 
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
+from overlapkit.kernels.gated import GeGLU, SwiGLU, geglu, geglu_packed, swiglu, swiglu_packed
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
 from overlapkit.kernels.swap import Swap, swap
-from overlapkit.kernels.swiglu import SwiGLU, swiglu
 
 __all__ = [
     "CrossEntropyLoss",
+    "GeGLU",
     "RMSNorm",
     "Swap",
     "SwiGLU",
     "cross_entropy",
+    "geglu",
+    "geglu_packed",
     "rms_norm",
     "swap",
     "swiglu",
+    "swiglu_packed",
 ]
