@@ -9,11 +9,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from overlapkit.kernels.raw import cross_entropy, gated, rms_norm
+from overlapkit.kernels.raw import cross_entropy, gated, rms_norm, rope
 from tests.kernels.ahead import Launch, recorded, resources
 
 N = 4096
 WIDTHS = {torch.bfloat16: [512, 1024, 5120, 8192, 16_384], torch.float32: [1024, 2048, 4096]}
+HEADS = [(32, 8, 128, 128), (8, 1, 256, 64)]  # of q, of k, their columns, those that turn
 CLASSES = {torch.bfloat16: [32_768, 128_256, 262_144], torch.float32: [128_256]}
 
 
@@ -42,6 +43,11 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
                 gated.forward(x, x, activation)
                 gated.backward(x, x, x, activation, True, True)
             gated.backward_packed(x, meta(N, 2 * d, dtype=dtype), "silu", True)
+        for q_heads, k_heads, d, turning in HEADS:
+            q, k = meta(2, N // 2, q_heads, d, dtype=dtype), meta(2, N // 2, k_heads, d, dtype=dtype)
+            cos = meta(1, N, turning // 2, dtype=torch.float32)
+            rope.rotate(q, k, cos, cos, None, False, False)
+            rope.rotate(q, k, cos, cos, meta(2, N // 2, dtype=torch.int64), True, True)
         for v in classes:
             logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=torch.float32)
             for options in ((None, -100, 0.0, 0.0, 0.0), (weight, -100, 0.1, 1e-4, 30.0)):

@@ -87,6 +87,21 @@ def test_a_frozen_half_costs_nothing() -> None:
     assert backward.total == size(y, gate, up, gate.grad)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("turning", [64, 48])
+def test_rope(turning: int, interleaved: bool) -> None:
+    """Two sequences of the same positions read their angles twice, which costs 2 %."""
+    q, k = make(2, 16, 32, 64), make(2, 16, 8, 64)
+    angle = torch.rand(16, turning // 2)
+    cos, sin, positions = angle.cos(), angle.sin(), torch.arange(16)
+    with ledger() as forward:
+        out = kernels.rope(q, k, cos, sin, positions, interleaved=interleaved, rotary_dim=turning)
+    assert 1.0 <= forward.total / size(q, k, cos, sin, positions, *out) <= 1.05
+    with ledger() as backward:
+        torch.autograd.backward(out, [o.detach() for o in out])
+    assert backward.total == forward.total
+
+
 @pytest.mark.parametrize("v", [32_768, 50_257])
 def test_cross_entropy(v: int) -> None:
     """Forward and backward: two reads of the logits and one write of their gradient, over one of each."""

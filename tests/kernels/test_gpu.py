@@ -36,6 +36,8 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
             (h,),
             (torch.randn_like(x),),
         )
+    if name == "rope":
+        return rope_case(n, dtype, device)
     if name == "cross_entropy":
         target = torch.randint(d, (n,), device=device)
         target[1::3] = -100
@@ -56,7 +58,26 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
     return ours, norm, (x, weight, other), (torch.randn_like(x), torch.randn_like(x))
 
 
-NAMES = ["rms_norm", "swiglu", "geglu", "geglu_packed", "cross_entropy"]
+def rope_case(n: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """Packed documents, half of each head turned, neighbours as pairs."""
+    q, k = make(2, n, 8, 96, dtype=dtype, device=device), make(2, n, 2, 96, dtype=dtype, device=device)
+    positions = torch.arange(2 * n, device=device).view(2, n) % 50
+    angle = torch.outer(torch.arange(50, device=device), 0.5 ** torch.arange(24, device=device))
+
+    def torchs(*heads: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(heads[0].dtype, torch.float32)
+        turn = torch.polar(torch.ones_like(angle, dtype=wide), angle.to(wide))[positions][:, :, None]
+        pairs = [torch.view_as_complex(x[..., :48].to(wide).unflatten(-1, (24, 2))) * turn for x in heads]
+        turned = [torch.view_as_real(z).flatten(-2) for z in pairs]
+        return tuple(torch.cat((t.to(x.dtype), x[..., 48:]), -1) for t, x in zip(turned, heads, strict=True))
+
+    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.rope(q, k, angle.cos(), angle.sin(), positions, interleaved=True, rotary_dim=48)
+
+    return ours, torchs, (q, k), (torch.randn_like(q), torch.randn_like(k))
+
+
+NAMES = ["rms_norm", "swiglu", "geglu", "geglu_packed", "rope", "cross_entropy"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,18 +3,22 @@
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
 from overlapkit.kernels.gated import GeGLU, SwiGLU, geglu, geglu_packed, swiglu, swiglu_packed
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
+from overlapkit.kernels.rope import rope
+from overlapkit.kernels.rotary import RotaryEmbedding
 from overlapkit.kernels.swap import Swap, swap
 
 __all__ = [
     "CrossEntropyLoss",
     "GeGLU",
     "RMSNorm",
+    "RotaryEmbedding",
     "Swap",
     "SwiGLU",
     "cross_entropy",
     "geglu",
     "geglu_packed",
     "rms_norm",
+    "rope",
     "swap",
     "swiglu",
     "swiglu_packed",
