@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlapkit.kernels.arguments import check_floating, check_like, no_double_backward
+from overlapkit.kernels.sharded import by_rows
 from overlapkit.launch import through_triton
 
 
@@ -141,6 +142,7 @@ def _check_order(order: str) -> None:
         )
 
 
+@by_rows("gate", "up")
 def _of_two(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     check_floating("gate", gate)
     check_like("up", up, gate.shape, "gate", gate)
@@ -152,6 +154,7 @@ def _of_two(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return _PLAIN[activation](gate) * up
 
 
+@by_rows("x")
 def _of_one(x: Tensor, order: str, activation: str) -> Tensor:
     check_floating("x", x)
     _check_order(order)

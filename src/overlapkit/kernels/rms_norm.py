@@ -13,11 +13,13 @@ from overlapkit.kernels.arguments import (
     check_number,
     no_double_backward,
 )
+from overlapkit.kernels.sharded import by_rows
 from overlapkit.launch import through_triton
 
 _WIDEST = 16_384  # a forward program holds its whole row in registers; a wider one spills
 
 
+@by_rows("x", "residual", whole=("weight",))
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
