@@ -57,11 +57,11 @@ def step(n: int = 5) -> None:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     """The choice that each tile is made with."""
     seen: list[Choice] = []
-    from overlapkit.kernels.raw import swiglu
+    from overlapkit.kernels.raw import gated
 
-    tile = swiglu.tile
+    tile = gated.tile
     monkeypatch.setattr(
-        swiglu,
+        gated,
         "tile",
         lambda *a, **k: (seen.append(getattr(launch._chosen, "choice", BY_RULE)), tile(*a, **k))[1],
     )
@@ -74,7 +74,10 @@ def test_the_fastest_is_kept_on_disk_and_used(
     timer = timed({HALF: 0.5, Choice(1, 1): 0.7})
     (found,) = kernels.autotune(step, directory=tmp_path)
     assert (found.choice, found.seconds, found.by_rule, timer.asked) == (HALF, 0.5, 1.0, 9)
-    assert found.name == f"swiglu.forward {module._compiler()} cpu 8x37:float32 8x37:float32"
+    assert (
+        found.name
+        == f"gated._launch_forward {module._compiler()} cpu 8x37:float32 8x37:float32 8x37:float32 silu"
+    )
     (again,) = kernels.autotune(step, directory=tmp_path)
     assert (again.choice, again.seconds, timer.asked) == (HALF, None, 9)
     seen = recorded(monkeypatch)

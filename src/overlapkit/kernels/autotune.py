@@ -154,7 +154,7 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
             rows = launch.next_power_of_2(value.numel() // max(wide, 1))
             yield f"{rows}x{wide}:{str(value.dtype).removeprefix('torch.')}"
         else:
-            yield str(value) if isinstance(value, torch.dtype) else bool(value)
+            yield str(value) if isinstance(value, str | torch.dtype) else bool(value)
 
 
 @functools.cache
