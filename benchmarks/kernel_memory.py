@@ -1,2 +1,5 @@
-HEAD="linear_cross_entropy"
-def head_figures(q,d): return []
+HEAD = "linear_cross_entropy"
+
+
+def head_figures(q, d):
+    return []

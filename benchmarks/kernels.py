@@ -2,11 +2,11 @@
 
     python benchmarks/kernels.py [KERNEL ...] [--quick] [--json PATH] [--device cpu]
 
-On a GPU: time beside torch, torch.compile, Liger and, where it is installed, quack (pip install quack-kernels), by
-replays of CUDA graphs in turns, the L2 cache flushed before each; the share of the copy bandwidth that is measured
-in the same run; and peak memory. Without one: the bytes that our kernels and Liger's load and store in Triton's
-interpreter, over the floor, each input read once and each result written once, in fp16; and the memory that
-linear_cross_entropy takes. Peers that are not installed are reported as not measured.
+On a GPU: time beside torch, torch.compile, Liger and, where it is installed, quack (pip install
+quack-kernels), by replays of CUDA graphs in turns, the L2 cache flushed before each; the share of the copy
+bandwidth measured in the same run; and peak memory. Without one: the bytes that our kernels and Liger's load
+and store in Triton's interpreter, in fp16, over the floor, each input read once and each result written
+once; and the memory that linear_cross_entropy takes. What is not installed is reported as not measured.
 """
 
 import os

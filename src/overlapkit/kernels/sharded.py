@@ -36,7 +36,7 @@ def by_rows(*rows: str, whole: Sequence[str] = ()) -> Callable[[Function], Funct
 
         @functools.wraps(fn)
         def with_dtensors(*args: Any, **kwargs: Any) -> Any:
-            if not _any_subclass(args, kwargs):
+            if not any_subclass(args, kwargs):
                 return fn(*args, **kwargs)
             named = dict(zip(names, args, strict=False)) | kwargs
             shards = Shards.of(named, dict.fromkeys(rows, LAST), whole)
@@ -69,7 +69,7 @@ def loss_by_rows(
 
         @functools.wraps(fn)
         def with_dtensors(*args: Any, **kwargs: Any) -> Any:
-            if not _any_subclass(args, kwargs):
+            if not any_subclass(args, kwargs):
                 return fn(*args, **kwargs)
             named = dict(zip(names, args, strict=False)) | kwargs
             target = named.get("target")
@@ -93,7 +93,7 @@ def loss_by_rows(
     return decorate
 
 
-def _any_subclass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def any_subclass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there is more to look at. All that most calls pay: torch's DTensor is not imported for them."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and type(value) is not Tensor and type(value) is not nn.Parameter:
@@ -136,12 +136,7 @@ class Shards:
         if not given:
             return None  # the function's own checks say what is wrong
         for name in given:
-            if not isinstance(named[name], DTensor):
-                raise TypeError(
-                    f"{name} is a plain tensor beside DTensors: make it one, e.g. distribute_tensor({name}, "
-                    f"mesh, placements) or DTensor.from_local({name}, mesh, placements)"
-                )
-            _check_rows(name, named[name], _whole_dim(named[name], rows[name]))
+            check_rows(name, named[name], _whole_dim(named[name], rows[name]))
         first = leader = given[0]
         mesh = named[first].device_mesh
         for name in (*given, *parameters):
@@ -177,25 +172,13 @@ class Shards:
 
     def wrap(self, out: Any) -> Any:
         """The DTensor of a result that has this rank's rows, with its whole dimension or without."""
-        from torch.distributed.tensor import DTensor
-
         if isinstance(out, tuple):
             return tuple(self.wrap(one) for one in out)
         whole = self.whole if out.dim() > len(self.sizes) else None
         shape = list(self.sizes)
         if whole is not None:
             shape.insert(whole, out.shape[whole])
-        stride = [1] * len(shape)
-        for dim in range(len(shape) - 2, -1, -1):
-            stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
-        return DTensor.from_local(
-            out.contiguous(),
-            self.mesh,
-            self._placements(whole),
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(stride),
-        )
+        return from_local(out, self.mesh, self._placements(whole), torch.Size(shape))
 
     def partial(self, out: Tensor) -> "DTensor":
         """The DTensor of this rank's share of a sum over all rows."""
@@ -234,6 +217,20 @@ class Shards:
         return value.to_local(grad_placements=self._summed())
 
 
+def from_local(
+    out: Tensor, mesh: "DeviceMesh", placements: "Sequence[Placement]", shape: torch.Size
+) -> "DTensor":
+    """The DTensor of a result's local part, which may be smaller than that of another rank."""
+    from torch.distributed.tensor import DTensor
+
+    stride = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
+    return DTensor.from_local(
+        out.contiguous(), mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+    )
+
+
 def _n_sharded(x: "DTensor") -> int:
     return sum(not p.is_replicate() for p in x.placements)
 
@@ -244,8 +241,15 @@ def _whole_dim(x: Tensor, dim: int | None) -> int | None:
     return x.dim() - 1 if dim == LAST else min(dim, x.dim() - 1)
 
 
-def _check_rows(name: str, x: "DTensor", whole: int | None) -> None:
-    """Refuse a DTensor of whose rows a rank has only parts, or summands."""
+def check_rows(name: str, x: Tensor, whole: int | None) -> None:
+    """Refuse what is no DTensor, and one of whose rows a rank has only parts, or summands."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(x, DTensor):
+        raise TypeError(
+            f"{name} is a plain tensor beside DTensors: make it one, e.g. distribute_tensor({name}, mesh, "
+            f"placements) or DTensor.from_local({name}, mesh, placements)"
+        )
     for p in x.placements:
         dim = getattr(p, "dim", None)  # Shard and _StridedShard have one
         if p.is_replicate() or (dim is not None and dim != whole):
@@ -266,6 +270,11 @@ def _moved(p: "Placement", without: int | None, with_: int | None) -> "Placement
         dim -= 1
     if with_ is not None and dim >= with_:
         dim += 1
+    return moved_to(p, dim)
+
+
+def moved_to(p: "Placement", dim: int) -> "Placement":
+    """The placement that shards another dimension in the same way."""
     if dim == p.dim:  # type: ignore[attr-defined]
         return p
     from torch.distributed.tensor import Shard
