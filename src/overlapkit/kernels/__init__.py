@@ -3,6 +3,7 @@
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
 from overlapkit.kernels.layer_norm import LayerNorm, layer_norm
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
+from overlapkit.kernels.softmax import softmax
 from overlapkit.kernels.swap import Swap, swap
 from overlapkit.kernels.swiglu import SwiGLU, swiglu
 
@@ -15,6 +16,7 @@ __all__ = [
     "cross_entropy",
     "layer_norm",
     "rms_norm",
+    "softmax",
     "swap",
     "swiglu",
 ]
