@@ -7,6 +7,7 @@ from overlapkit.kernels.layer_norm import LayerNorm, layer_norm
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
 from overlapkit.kernels.rope import rope
 from overlapkit.kernels.rotary import RotaryEmbedding
+from overlapkit.kernels.softmax import softmax
 from overlapkit.kernels.swap import Swap, swap
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "rope",
+    "softmax",
     "swap",
     "swiglu",
     "swiglu_packed",
