@@ -141,6 +141,36 @@ def test_heads(path: str, given: str) -> None:
         assert found == [[(s,), (s,), (r,)] for s, r in ((S0, S0), (S1, R), (S2, S2), (S1, S1))]
 
 
+def test_a_softmax_and_what_is_spread_over_it(path: str) -> None:
+    """A causal mask is cut where tokens are; a bias that all rows share gets a gradient that is a sum."""
+
+    def run(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        x, bias, causal = leaf(2, 5, 6), leaf(6), torch.ones(5, 6, dtype=torch.bool).tril()
+
+        def masked(x: Tensor, mask: Tensor) -> Tensor:
+            return kernels.softmax(x, scale=0.5, mask=mask)
+
+        return [
+            check(masked, (x, causal), ([S1], None), mesh),
+            check(masked, (x, bias), ([S0], [R]), mesh),
+            check(masked, (x, leaf(2, 1, 6)), ([S1], [S0]), mesh),
+            check(masked, (x, bias), ([S0], None), mesh),
+            check(lambda x: kernels.softmax(x, 0), (x,), ([S2],), mesh),
+        ]
+
+    for found in run_ranks(2, run):
+        partial = (Partial(),)
+        assert found[:4] == [
+            [(S1,)] * 2,
+            [(S0,), (S0,), partial],
+            [(S1,), (S1,), (S0,)],
+            [(S0,), (S0,), None],
+        ]
+        assert found[4] == [(S2,)] * 2
+
+
 def packed(x: Tensor) -> Tensor:
     return kernels.geglu_packed(x, "up_gate", "tanh")
 
@@ -279,6 +309,12 @@ def test_heads_that_cannot_be_taken(fake_ranks: DeviceMesh) -> None:
     q = distributed(leaf(9, 4, 8), fake_ranks, [R, S0])
     with pytest.raises(ValueError, match=r"cos has shape \(8, 4\): q of shape \(9, 4, 8\) needs 9 rows"):
         kernels.rope(q, q, table, table)
+
+
+def test_the_dimension_that_a_softmax_sums_over_is_whole(fake_ranks: DeviceMesh) -> None:
+    for placed, dim in ((S1, 1), (S0, -2)):
+        with pytest.raises(ValueError, match=f"x is sharded in dimension {dim % 2}, along its rows"):
+            kernels.softmax(distributed(leaf(8, 8), fake_ranks, [R, placed]), dim)
 
 
 def test_meshes_that_differ(fake_ranks: DeviceMesh) -> None:

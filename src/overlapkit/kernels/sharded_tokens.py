@@ -2,13 +2,13 @@
 
 import functools
 import inspect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from overlapkit.kernels.sharded import Function, any_subclass, check_rows, from_local, moved_to
+from overlapkit.kernels.sharded import Function, any_subclass
+from overlapkit.kernels.shards import check_rows, from_local, part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -69,14 +69,15 @@ def _local(named: dict[str, Any]) -> dict[str, Any]:
     local = {"q": q.to_local(), "k": k.to_local()}
     token = q.dim() - 3
     batch = 0 if token else None
+    where = (q.device_mesh, q.placements, q.shape)
     positions = named.get("positions")
     if positions is None and any(getattr(p, "dim", None) == token for p in q.placements):
         positions = _places(named["cos"], q, token)
     if isinstance(positions, Tensor):
-        local["positions"] = _part(positions, [token] if positions.dim() == 1 else [batch, token], q)
+        local["positions"] = part(positions, [token] if positions.dim() == 1 else [batch, token], *where)
     for name in ("cos", "sin"):
         if isinstance(named[name], Tensor):
-            local[name] = _part(named[name], [batch, token] if named[name].dim() == 3 else [], q)
+            local[name] = part(named[name], [batch, token] if named[name].dim() == 3 else [], *where)
     return local
 
 
@@ -89,18 +90,3 @@ def _places(cos: Any, q: "DTensor", token: int) -> Tensor | None:
             f"cos has shape {tuple(cos.shape)}: q of shape {tuple(q.shape)} needs {q.shape[token]} rows"
         )
     return torch.arange(q.shape[token], device=q.device)
-
-
-def _part(x: Tensor, dims: Sequence[int | None], q: "DTensor") -> Tensor:
-    """What of x belongs to this rank's tokens; `dims` are q's dimensions that the first ones of x are."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = q.device_mesh
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    placements = []
-    for p in q.placements:
-        at = [i for i, dim in enumerate(dims) if dim is not None and dim == getattr(p, "dim", None)]
-        spread = bool(at) and at[0] < x.dim() and x.shape[at[0]] == q.shape[p.dim]  # type: ignore[attr-defined]
-        placements.append(moved_to(p, at[0]) if spread else Replicate())
-    return x.redistribute(mesh, placements).to_local()
