@@ -123,8 +123,8 @@ def test_what_is_left_alone_is_named_with_its_reason() -> None:
     assert result.changed == []
     reasons = {
         "plane": "normalized_shape=(2, 4) spans several dimensions",
-        "odd": "Odd is a subclass",
-        "llama": "LlamaRMSNorm is not torch.nn.RMSNorm",
+        "odd": "its numbers are not an RMSNorm's",
+        "llama": "LlamaRMSNorm has not an RMSNorm's form",
         "layer": "no kernel for nn.LayerNorm yet",
         "own": "forward of its own",
         "ours": "runs fused already",
