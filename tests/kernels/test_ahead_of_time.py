@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from overlapkit.kernels.raw import cross_entropy, gated, rms_norm, rope
+from overlapkit.kernels.raw import cross_entropy, gated, norm_backward, norm_forward, rope
 from tests.kernels.ahead import Launch, recorded, resources
 
 N = 4096
@@ -28,17 +28,21 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def norms(x: Tensor, weight: Tensor, rows: Tensor) -> None:
+    """RMSNorm without a residual, and LayerNorm with one."""
+    norm_forward.forward(x, weight, None, None, 1e-5, 1.0, x.dtype, centred=False)
+    norm_forward.forward(x, weight, weight, x, 1e-5, 0.0, x.dtype, centred=True)
+    norm_backward.backward(x, None, x, weight, None, rows, 1.0, True, False)
+    norm_backward.backward(x, x, x, weight, rows, rows, 0.0, True, True)
+
+
 def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     """What each kernel is launched with, with every option on and with none."""
     rows, target = meta(N, dtype=torch.float32), meta(N, dtype=torch.int64)
     with recorded() as found:
         for d in widths:
             x, weight = meta(N, d, dtype=dtype), meta(d, dtype=dtype)
-            rms_norm.forward(x, weight, None, 1e-5, 0.0)
-            rms_norm.forward(x, weight, x, 1e-5, 1.0)
-            rms_norm.backward(x, None, x, weight, rows, 0.0, True)
-            rms_norm.backward(x, x, x, weight, rows, 1.0, True)
-            rms_norm.backward(x, x, x, weight, rows, 1.0, False)
+            norms(x, weight, rows)
             for activation in ("silu",) if d != widths[-1] else ("silu", "gelu", "gelu_tanh"):
                 gated.forward(x, x, activation)
                 gated.backward(x, x, x, activation, True, True)
@@ -59,7 +63,7 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
 
 
 def names() -> Iterator[str]:
-    for module in (cross_entropy, gated, rms_norm):
+    for module in (cross_entropy, gated, norm_backward, norm_forward, rope):
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":
                 yield f"{module.__name__}.{name}"

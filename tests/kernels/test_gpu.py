@@ -49,6 +49,14 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
             grad,
         )
 
+    if name == "layer_norm":
+        return (
+            lambda x, w, b, other: kernels.layer_norm(x, w, b, residual=other),
+            lambda x, w, b, other: (F.layer_norm(x + other, (d,), w, b), x + other),
+            (x, weight, make(d, dtype=dtype, device=device), other),
+            (torch.randn_like(x), torch.randn_like(x)),
+        )
+
     def norm(x: Tensor, weight: Tensor, other: Tensor) -> Any:
         return F.rms_norm(x + other, (d,), weight, 1e-5), x + other
 
@@ -77,7 +85,7 @@ def rope_case(n: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
     return ours, torchs, (q, k), (torch.randn_like(q), torch.randn_like(k))
 
 
-NAMES = ["rms_norm", "swiglu", "geglu", "geglu_packed", "rope", "cross_entropy"]
+NAMES = ["rms_norm", "layer_norm", "swiglu", "geglu", "geglu_packed", "rope", "cross_entropy"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -174,6 +182,7 @@ def test_more_than_2_to_31_elements() -> None:
     x[-1] = torch.randn(d).to(x)
     last = x[-1:].clone()
     assert torch.equal(kernels.rms_norm(x)[-1:], kernels.rms_norm(last))
+    assert torch.equal(kernels.layer_norm(x)[-1:], kernels.layer_norm(last))
     assert torch.equal(kernels.swiglu(x, x)[-1:], kernels.swiglu(last, last))
     x.requires_grad_()
     last.requires_grad_()

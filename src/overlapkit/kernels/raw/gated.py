@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overlapkit.kernels.autotune import tuned
 from overlapkit.launch import as_rows, kernel, tile
 
 
@@ -130,6 +131,7 @@ def _halves(rows: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
     return (first, second) if gate_first else (second, first)
 
 
+@tuned()
 def _launch_forward(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> None:
     n_rows, n_cols = gate.shape
     block = tile(n_rows, n_cols, elements=2048)
@@ -149,6 +151,7 @@ def _launch_forward(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> Non
     )
 
 
+@tuned()
 def _launch_backward(
     dy: Tensor,
     gate: Tensor,
