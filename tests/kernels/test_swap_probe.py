@@ -51,6 +51,20 @@ class Sub(nn.RMSNorm):
     """Of a class that there is a kernel for."""
 
 
+class Centred(Norm):
+    """As Cohere's: a LayerNorm without a bias."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+class InFloat32(nn.LayerNorm):
+    """As CLIP's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).type_as(x)
+
+
 class FeedForward(nn.Module):
     """As Meta's Llama: no names that say anything, no module for the activation."""
 
@@ -108,6 +122,8 @@ FOUND: dict[str, Callable[[], nn.Module]] = {
     "norm": Norm,
     "zero-centred norm": ZeroCentred,
     "subclass": lambda: Sub(W, eps=1e-6),
+    "centred norm": Centred,
+    "in float32": lambda: InFloat32(W),
     "feed-forward": FeedForward,
     "silu": lambda: GatedMLP(nn.SiLU()),
     "gelu": lambda: GatedMLP(nn.GELU()),
@@ -174,7 +190,7 @@ def test_the_kernels_run(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> 
     kernels.swap(model)
     assert launched == [], "a probe is float64, and needs none"
     model(torch.randn(3, W))
-    assert [name.rpartition(".")[2] for name in launched] == ["rms_norm", "gated", "gated"]
+    assert [name.rpartition(".")[2] for name in launched] == ["norm_forward", "gated", "gated"]
 
 
 class Clipped(GatedMLP):
@@ -197,9 +213,9 @@ class TwoArguments(Norm):
         return super().forward(x) * gate
 
 
-class LayerNormalised(Norm):
+class ByColumns(Norm):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(-1, keepdim=True))
+        return super().forward(x / x.abs().amax(0))
 
 
 class OtherEps(Norm):
@@ -244,7 +260,7 @@ def with_experts() -> nn.Module:
         (hooked, "'act_fn' in it has hooks"),
         (of_its_own, "forward of its own"),
         (TwoArguments, "its forward takes 2 arguments"),
-        (LayerNormalised, "its numbers are not an RMSNorm's"),
+        (ByColumns, "its numbers are not an RMSNorm's"),
         (OtherEps, "its numbers are not an RMSNorm's"),
         (with_buffer, "call kernels.rope there"),
         (with_experts, "call kernels.swiglu_packed or geglu_packed"),

@@ -11,28 +11,38 @@ import torch
 from torch import Tensor, nn
 
 from overlapkit.kernels.gated import geglu, geglu_packed, swiglu, swiglu_packed
+from overlapkit.kernels.layer_norm import layer_norm
 from overlapkit.kernels.rms_norm import rms_norm
 
 
 class Norm(NamedTuple):
-    """An RMSNorm over the last dimension, whose weight, if any, is `weight`.
+    """An RMSNorm or a LayerNorm over the last dimension, whose weight, if any, is `weight`.
 
     Attributes:
         eps: Name of the attribute that holds eps.
         offset: Added to the weight.
+        centred: It is a LayerNorm.
+        bias: It has a bias, called `bias`.
         promotes: The result has the wider dtype of x and weight (as Llama's), else that of x (as Gemma's).
     """
 
     eps: str
-    offset: float
+    offset: float = 0.0
+    centred: bool = False
+    bias: bool = False
     promotes: bool = False
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
         """What the module's forward is then."""
         weight: Any = getattr(module, "weight", None)
-        y: Tensor = rms_norm(x, weight, getattr(module, self.eps), offset=self.offset)
+        eps = getattr(module, self.eps)
+        if self.centred:
+            y = layer_norm(x, weight, module.bias if self.bias else None, eps)  # type: ignore[arg-type]
+        else:
+            y = rms_norm(x, weight, eps, offset=self.offset)
         wide = self.promotes and weight is not None
-        return y.to(torch.promote_types(x.dtype, weight.dtype) if wide else x.dtype)
+        out: Tensor = y.to(torch.promote_types(x.dtype, weight.dtype) if wide else x.dtype)
+        return out
 
 
 class Gated(NamedTuple):

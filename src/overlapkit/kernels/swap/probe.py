@@ -1,8 +1,8 @@
 """Finds what a module computes: candidates by its structure, and of these the one that gives its numbers.
 
 The numbers are those of the instance's own forward, with its own settings, over small stand-ins for its
-weights in float64 on the CPU. So a probe takes milliseconds, tells the forms of gelu apart, and needs
-neither the module's memory nor its device: modules that are sharded or on the meta device are probed, too.
+weights on the CPU, in float64 where it can. So a probe takes milliseconds, tells the forms of gelu apart,
+and needs neither the module's memory nor its device: sharded modules and those on the meta device do, too.
 """
 
 import copy
@@ -25,11 +25,11 @@ _EPS = ("eps", "variance_epsilon", "epsilon")
 
 def candidates(module: nn.Module) -> list[Norm] | list[Gated]:
     """What the module may compute by its parameters, children and attributes; empty if it is none of ours."""
-    tensors = [name for name, p in module._parameters.items() if p is not None]
     kinds = (k for k in type(module).__mro__ if not k.__module__.startswith("torch.distributed."))  # FSDP2's
     of_torch = next(kinds).__module__.startswith("torch.")  # what such a module computes is known
     if of_torch or module._buffers or isinstance(module, torch.jit.ScriptModule):
         return []
+    tensors = [name for name, p in module._parameters.items() if p is not None]
     if not module._modules:
         return _norms(module, tensors)
     return [] if tensors else list(_gated(module))
@@ -37,14 +37,14 @@ def candidates(module: nn.Module) -> list[Norm] | list[Gated]:
 
 def _norms(module: nn.Module, tensors: list[str]) -> list[Norm]:
     eps = next((name for name in _EPS if type(vars(module).get(name, "")) in (float, type(None))), None)
-    named_so = "norm" in type(module).__name__.lower()
-    if eps is None or tensors not in (["weight"], []) or (not tensors and not named_so):
+    if eps is None or any(module._parameters[name].dim() != 1 for name in tensors):  # type: ignore[union-attr]
         return []
-    if not tensors:
-        return [Norm(eps, 0.0)]
-    if module._parameters["weight"].dim() != 1:  # type: ignore[union-attr]
-        return []
-    return [Norm(eps, offset) for offset in (0.0, 1.0)]
+    if tensors == ["weight", "bias"]:
+        return [Norm(eps, centred=True, bias=True)]
+    if tensors == ["weight"]:
+        return [Norm(eps), Norm(eps, offset=1.0), Norm(eps, centred=True)]
+    named_so = not tensors and "norm" in type(module).__name__.lower()
+    return [Norm(eps), Norm(eps, centred=True)] if named_so else []
 
 
 def _gated(module: nn.Module) -> Iterator[Gated]:
@@ -82,21 +82,23 @@ def choose(module: nn.Module, found: list[Norm] | list[Gated]) -> Norm | Gated |
         name for name, child in module._modules.items() if name not in _linears(module) and _hooks(child)
     ]:
         return f"{hooked[0]!r} in it has hooks, which the fused forward would not call"
+    norm = isinstance(found[0], Norm)
+    dtypes = (torch.float64, torch.float32) if norm else (torch.float64,)  # some norms convert x alone
     smallest, failure = float("inf"), None
     with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dtypes that torch has no fused form for
         torch.manual_seed(0)
-        for how in found:
+        for how, dtype in [(how, dtype) for how in found for dtype in dtypes]:
             try:
-                difference = max(_differences(module, how))
+                difference = max(_differences(module, how, dtype))
                 if difference <= TOLERANCE:
-                    return how._replace(promotes=_promotes(module)) if isinstance(how, Norm) else how
+                    return how._replace(promotes=_promotes(module, how)) if isinstance(how, Norm) else how
                 smallest = min(smallest, difference)
             except Exception as error:  # foreign code, on sizes that it was perhaps not made for
                 failure = failure or f"{type(error).__name__}: {error}"
     if smallest == float("inf") and failure:
         return f"its forward could not be probed: {failure}"
-    what = "an RMSNorm's, with offset 0 or 1" if isinstance(found[0], Norm) else "silu's or gelu's, gated"
+    what = "an RMSNorm's or a LayerNorm's" if norm else "silu's or gelu's, gated"
     return f"its numbers are not {what}: they differ by {smallest:.1e} of a row's largest"
 
 
@@ -105,24 +107,27 @@ def _hooks(child: nn.Module | None) -> bool:
     return any(getattr(child, name, None) for name in names)
 
 
-def _differences(module: nn.Module, how: Norm | Gated) -> Iterator[float]:
+def _differences(module: nn.Module, how: Norm | Gated, dtype: torch.dtype) -> Iterator[float]:
     """How far `how` is from the module's own forward, in training and in evaluation."""
-    twin, x = _twin(module, how, torch.float64)
+    twin, x = _twin(module, how, dtype)
     ours = how(twin, x)
     for training in (True, False):
         own = type(module).forward(twin.train(training), x)
         if not isinstance(own, Tensor) or own.shape != ours.shape:
             yield float("inf")
             return
-        size = ours.abs().amax(-1, keepdim=True) + torch.finfo(torch.float64).tiny
+        size = ours.abs().amax(-1, keepdim=True) + torch.finfo(dtype).tiny
         difference = ((own.double() - ours) / size).abs().max().item()
         yield difference if difference == difference else float("inf")
 
 
-def _promotes(module: nn.Module) -> bool:
+def _promotes(module: nn.Module, how: Norm) -> bool:
     """Whether a norm of bfloat16 with a float32 weight is float32."""
-    twin, x = _twin(module, Norm("", 0.0), torch.float32)
-    return bool(type(module).forward(twin, x.bfloat16()).dtype == torch.float32)
+    twin, x = _twin(module, how, torch.float32)
+    try:
+        return bool(type(module).forward(twin, x.bfloat16()).dtype == torch.float32)
+    except RuntimeError:  # it does not take two dtypes
+        return False
 
 
 def _twin(module: nn.Module, how: Norm | Gated, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:

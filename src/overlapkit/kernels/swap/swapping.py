@@ -7,13 +7,15 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss
+from overlapkit.kernels.layer_norm import LayerNorm
 from overlapkit.kernels.rms_norm import RMSNorm
 from overlapkit.kernels.swap.fused import Fused, Norm, fused
 from overlapkit.kernels.swap.probe import candidates, choose
 
 _OF_TORCH: dict[type[nn.Module], type[nn.Module]] = {
-    nn.RMSNorm: RMSNorm,
     nn.CrossEntropyLoss: CrossEntropyLoss,
+    nn.LayerNorm: LayerNorm,
+    nn.RMSNorm: RMSNorm,
 }
 
 
@@ -60,14 +62,14 @@ class Swap:
 def swap(model: nn.Module, *, only: Iterable[str] | None = None) -> Swap:
     """Make the norms, gated feed-forward layers and losses of a model run their fused kernels.
 
-    nn.RMSNorm and nn.CrossEntropyLoss become this package's subclasses of them. Modules of other libraries
-    and your own (the norms and feed-forward layers of transformers' Llama, Qwen, Mistral, Gemma, Phi and
-    their like) are found by structure, whatever their classes are called: a leaf with one weight and an
-    eps, or two or three linear layers whose sizes fit. Such a module is taken if its own forward gives the
-    same numbers as a kernel's, in training and in evaluation: run over small stand-ins for its weights in
-    float64 on the CPU, so sharded modules and those on the meta device are checked, too, and each takes some
-    milliseconds. What is not seen: a forward that depends on its dtype, device or sizes. In bfloat16 and
-    float16 results differ in the last digit, since intermediate results are not rounded.
+    nn.RMSNorm, nn.LayerNorm and nn.CrossEntropyLoss become this package's subclasses of them. Modules of
+    other libraries and your own (the norms and feed-forward layers of transformers' Llama, Qwen, Mistral,
+    Gemma, Phi and their like) are found by structure, whatever their classes are called: a leaf with a
+    weight and an eps, or two or three linear layers whose sizes fit. Such a module is taken if its own
+    forward gives the same numbers as a kernel's, in training and in evaluation: run over small stand-ins
+    for its weights on the CPU, so sharded modules and those on the meta device are checked, too, and each
+    takes some milliseconds. Not seen is a forward that depends on its dtype, device or sizes. In bfloat16
+    and float16 results differ in the last digit, since intermediate results are not rounded.
 
     Each instance changes its class to a subclass of its own, and nothing else: parameters, hooks, the
     train/eval flag, names and references to it stay as they are, so an optimizer or an FSDP2 parent that
@@ -129,8 +131,6 @@ def _fused_class(module: nn.Module) -> type[nn.Module] | str | None:
         return "it is an FSDP2 unit of its own: call kernels.swap before fully_shard"
     if "forward" in vars(module):
         return "its instance has a forward of its own"
-    if kind is nn.RMSNorm and len(module.normalized_shape) != 1:  # type: ignore[arg-type]
-        return f"normalized_shape={module.normalized_shape} spans several dimensions"
     if kind in _OF_TORCH:
         return _OF_TORCH[kind]
     if not found:
@@ -148,8 +148,6 @@ def _of_another_form(module: nn.Module) -> str | None:
         return "rotary embeddings are applied by a function, not by a module: call kernels.rope there"
     if "gate_up_proj" in module._parameters:
         return "its experts share one parameter: call kernels.swiglu_packed or geglu_packed in its forward"
-    if kind is nn.LayerNorm:
-        return "there is no kernel for nn.LayerNorm yet"
     if kind.__name__.endswith("RMSNorm"):
         return (
             f"{kind.__name__} has not an RMSNorm's form, one weight and an eps: call kernels.rms_norm in it"
