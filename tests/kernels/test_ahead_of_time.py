@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from overlapkit.kernels.raw import cross_entropy, norm_backward, norm_forward, swiglu
+from overlapkit.kernels.raw import cross_entropy, dropout_add, norm_backward, norm_forward, softmax, swiglu
 from tests.kernels.ahead import Launch, recorded, resources
 
 N = 4096
@@ -35,6 +35,12 @@ def norms(x: Tensor, weight: Tensor, rows: Tensor) -> None:
     norm_backward.backward(x, x, x, weight, rows, rows, 0.0, True, True)
 
 
+def softmaxes(x: Tensor) -> None:
+    """The widest rows that are one tile, and tiles."""
+    softmax.forward(x, x, 0.5, x.dtype)
+    softmax.backward(x, x, 0.5, x.dtype)
+
+
 def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     """What each kernel is launched with, with every option on and with none."""
     rows, target = meta(N, dtype=torch.float32), meta(N, dtype=torch.int64)
@@ -44,8 +50,11 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
             norms(x, weight, rows)
             swiglu.forward(x, x)
             swiglu.backward(x, x, x)
+        softmaxes(x)
+        dropout_add.dropout(x, x, target, 2**30, 2.0, dtype)
         for v in classes:
             logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=torch.float32)
+            softmaxes(logits)
             for options in ((None, -100, 0.0, 0.0, 0.0), (weight, -100, 0.1, 1e-4, 30.0)):
                 cross_entropy.forward(logits, target, *options)
                 dlse = None if options[0] is None else rows
@@ -55,7 +64,7 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
 
 
 def names() -> Iterator[str]:
-    for module in (cross_entropy, norm_backward, norm_forward, swiglu):
+    for module in (cross_entropy, dropout_add, norm_backward, norm_forward, softmax, swiglu):
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":
                 yield f"{module.__name__}.{name}"

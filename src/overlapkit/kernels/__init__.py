@@ -1,6 +1,7 @@
 """Lane 3, compute: fused kernels with the signatures of torch.nn.functional, and their modules."""
 
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
+from overlapkit.kernels.dropout_add import dropout_add
 from overlapkit.kernels.layer_norm import LayerNorm, layer_norm
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
 from overlapkit.kernels.softmax import softmax
@@ -14,6 +15,7 @@ __all__ = [
     "Swap",
     "SwiGLU",
     "cross_entropy",
+    "dropout_add",
     "layer_norm",
     "rms_norm",
     "softmax",
