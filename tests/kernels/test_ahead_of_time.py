@@ -10,7 +10,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from overlapkit.kernels.raw import cross_entropy, gated, norm_backward, norm_forward, rope
+from overlapkit.kernels.raw import (
+    cross_entropy,
+    dropout_add,
+    gated,
+    norm_backward,
+    norm_forward,
+    rope,
+    softmax,
+)
 from tests.kernels.ahead import Launch, recorded, resources
 
 N = 4096
@@ -39,6 +47,12 @@ def norms(x: Tensor, weight: Tensor, rows: Tensor) -> None:
     norm_backward.backward(x, x, x, weight, rows, rows, 0.0, True, True)
 
 
+def softmaxes(x: Tensor) -> None:
+    """The widest rows that are one tile, and tiles."""
+    softmax.forward(x, x, 0.5, x.dtype)
+    softmax.backward(x, x, 0.5, x.dtype)
+
+
 def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     """What each kernel is launched with, with every option on and with none."""
     rows, target = meta(N, dtype=torch.float32), meta(N, dtype=torch.int64)
@@ -50,6 +64,8 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
                 gated.forward(x, x, activation)
                 gated.backward(x, x, x, activation, True, True)
             gated.backward_packed(x, meta(N, 2 * d, dtype=dtype), "silu", True)
+        softmaxes(x)
+        dropout_add.dropout(x, x, target, 2**30, 2.0, dtype)
         for q_heads, k_heads, d, turning in HEADS:
             q, k = meta(2, N // 2, q_heads, d, dtype=dtype), meta(2, N // 2, k_heads, d, dtype=dtype)
             cos = meta(1, N, turning // 2, dtype=torch.float32)
@@ -57,6 +73,7 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
             rope.rotate(q, k, cos, cos, meta(2, N // 2, dtype=torch.int64), True, True)
         for v in classes:
             logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=torch.float32)
+            softmaxes(logits)
             for options in ((None, -100, 0.0, 0.0, 0.0), (weight, -100, 0.1, 1e-4, 30.0)):
                 cross_entropy.forward(logits, target, *options)
                 dlse = None if options[0] is None else rows
@@ -66,7 +83,7 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
 
 
 def names() -> Iterator[str]:
-    for module in (cross_entropy, gated, norm_backward, norm_forward, rope):
+    for module in (cross_entropy, dropout_add, gated, norm_backward, norm_forward, rope, softmax):
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":
                 yield f"{module.__name__}.{name}"

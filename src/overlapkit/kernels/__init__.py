@@ -2,6 +2,7 @@
 
 from overlapkit.kernels.autotune import Tuned, autotune
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
+from overlapkit.kernels.dropout_add import dropout_add
 from overlapkit.kernels.gated import GeGLU, SwiGLU, geglu, geglu_packed, swiglu, swiglu_packed
 from overlapkit.kernels.layer_norm import LayerNorm, layer_norm
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
@@ -21,6 +22,7 @@ __all__ = [
     "Tuned",
     "autotune",
     "cross_entropy",
+    "dropout_add",
     "geglu",
     "geglu_packed",
     "layer_norm",
