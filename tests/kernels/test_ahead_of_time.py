@@ -9,7 +9,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from overlapkit.kernels.raw import cross_entropy, rms_norm, swiglu
+from overlapkit.kernels.cross_entropy_options import Options
+from overlapkit.kernels.raw import cross_entropy, cross_entropy_inplace, rms_norm, swiglu
 from tests.kernels.ahead import Launch, recorded, resources
 
 N = 4096
@@ -42,16 +43,19 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
             swiglu.backward(x, x, x)
         for v in classes:
             logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=torch.float32)
-            for options in ((None, -100, 0.0, 0.0, 0.0), (weight, -100, 0.1, 1e-4, 30.0)):
-                cross_entropy.forward(logits, target, *options)
-                dlse = None if options[0] is None else rows
-                w, *numbers = options
-                cross_entropy.backward(rows, dlse, logits, target, w, rows, rows, *numbers)
+            full = Options(label_smoothing=0.1, z_loss=1e-4, softcap=30.0)
+            for w, options, dlse in ((None, Options(), None), (weight, full, rows)):
+                cross_entropy.forward(logits, target, w, options)
+                cross_entropy.statistics(logits, target, w, options, (v, 8 * v))
+                cross_entropy.backward(rows, dlse, logits, target, w, rows, rows, options)
+                scale = None if dlse is None else rows[0]
+                cross_entropy_inplace.forward_and_gradient_(logits, target, w, scale, options)
+            cross_entropy_inplace.scale_(logits, rows)
     return found
 
 
 def names() -> Iterator[str]:
-    for module in (cross_entropy, rms_norm, swiglu):
+    for module in (cross_entropy, cross_entropy_inplace, rms_norm, swiglu):
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":
                 yield f"{module.__name__}.{name}"

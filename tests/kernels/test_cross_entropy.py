@@ -215,7 +215,7 @@ def test_bytes_are_class_indices_too(path: str) -> None:
     torch.testing.assert_close(kernels.cross_entropy(logits, target), F.cross_entropy(logits, target))
 
 
-def test_class_probabilities_are_left_to_torch(path: str) -> None:
+def test_class_probabilities(path: str) -> None:
     x, soft = torch.randn(4, 9), torch.rand(4, 9).softmax(-1)
     for options in ({}, {"ignore_index": -1}):  # no class, and torch lets it pass
         assert torch.equal(kernels.cross_entropy(x, soft, **options), F.cross_entropy(x, soft, **options))
@@ -265,9 +265,9 @@ def test_opcheck(interpreted: None, case: int) -> None:
     x, target = make(4, 9)
     permuted = torch.randn(9, 4).t().requires_grad_()
     arguments = [
-        (x, target, None, -100, 0.0, 0.0, 0.0),
-        (permuted, target, torch.rand(9), -100, 0.1, 0.1, 3.0),
-        (torch.randn(0, 9, requires_grad=True), target[:0], None, -100, 0.0, 0.0, 0.0),
+        (x, target, None, -100, 0.0, 0.0, 0.0, ""),
+        (permuted, target, torch.rand(9), -100, 0.1, 0.1, 3.0, ""),
+        (torch.randn(0, 9, requires_grad=True), target[:0], None, -100, 0.0, 0.0, 0.0, ""),
     ]
     torch.library.opcheck(torch.ops.overlapkit.cross_entropy.default, arguments[case])
 
