@@ -55,7 +55,7 @@ def cross_entropy(
             passes the logits of classes r * V/R up to (r + 1) * V/R, and the same target and weight (of all
             V classes) as the others. All ranks get the same loss, bit for bit, by one all-gather of 16 bytes
             a row and rank; each gets the gradient of its own logits. Pad V to a multiple of R with
-            logits of -inf.
+            logits of -inf (without softcap, which would raise them to -softcap).
 
     Returns:
         The loss, float32 (float64 for float64 logits): () or, for "none", target's shape. With

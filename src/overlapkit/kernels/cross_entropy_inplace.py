@@ -1,4 +1,4 @@
-"""cross_entropy_: cross entropy that leaves its gradient where the logits were, and so needs no more memory."""
+"""cross_entropy_: cross entropy that leaves its gradient where the logits were, and needs no more memory."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,8 @@ class _InPlace(torch.autograd.Function):
         dlogits = ctx.saved_tensors[0].detach()
         if torch.compiler.is_compiling() or not _is_dense(dlogits):  # the compiler reuses memory by itself
             dloss = dloss if dlogits.dim() == 1 or dloss.dim() == 0 else dloss.unsqueeze(1)
-            return dlogits * dloss.to(dlogits.dtype), None, None, None, None
+            scaled = dlogits.to(wide(dlogits.dtype)) * dloss
+            return scaled.to(dlogits.dtype), None, None, None, None
         ctx.spent = True
         rows = dlogits.reshape(-1, dlogits.shape[-1])
         scale_rows_(rows, dloss.reshape(-1).expand(rows.shape[0]))

@@ -93,7 +93,7 @@ def gradient(
     slope = None
     if softcap:
         x.div_(softcap).tanh_()
-        slope = 1.0 - x.square()
+        slope = x.square().neg_().add_(1.0)
         x.mul_(softcap)
     kept, dloss = target != ignore_index, dloss.to(x.dtype)
     known = (target >= 0) & (target < n_classes)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Cross entropy with its gradient written over the logits in one launch, and the gradient's later scaling.
 
-Bytes: rows of up to 32,768 classes stay in registers: one read, one write. Wider ones are read twice, at
-once after each other, so that the second read finds much of the row in the L2 cache.
+Bytes: rows of up to 32,768 classes stay in registers (8,192 with softcap or label smoothing): one read, one
+write. Wider ones are read twice, by one program a processor, so that the second read can hit the L2 cache.
 """
 
 import torch
@@ -21,9 +21,7 @@ from overlapkit.kernels.raw.cross_entropy_math import (
     row_loss,
     row_sums,
 )
-from overlapkit.launch import Tile, kernel, next_power_of_2, tile
-
-WIDEST_IN_REGISTERS = 32_768
+from overlapkit.launch import Tile, kernel, tile
 
 
 @kernel
@@ -185,8 +183,7 @@ def forward_and_gradient_(
     n_rows, n_cols = logits.shape
     loss, lse = (logits.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
     w, weight_sum = class_weights(logits, weight, options.label_smoothing, n_cols)
-    one_pass = n_cols <= WIDEST_IN_REGISTERS
-    block = _whole_rows(n_rows, n_cols) if one_pass else tile(n_rows, n_cols, elements=4096)
+    block = _block(n_rows, n_cols, options)
     _in_place.launch(
         -(-n_rows // block.rows),
         logits,
@@ -203,16 +200,19 @@ def forward_and_gradient_(
         *options.numbers,
         warps=block.warps,
         HAS_SCALE=scale is not None,
-        ONE_PASS=one_pass,
+        ONE_PASS=block.cols >= n_cols,
         **constants(weight, options, block),
     )
     return loss, lse
 
 
-def _whole_rows(n_rows: int, n_cols: int) -> Tile:
-    """Enough warps that no thread holds more than 32 elements."""
+def _block(n_rows: int, n_cols: int, options: Options) -> Tile:
+    """Whole rows where they fit into registers, which softcap and smoothing need more of; else wide tiles."""
+    widest = 8192 if options.softcap or options.label_smoothing else 32_768
+    if n_cols > widest:
+        return Tile(1, min(widest, 16_384), 32)
     block = tile(n_rows, n_cols, elements=4096, whole_rows=True)
-    return block._replace(warps=max(block.warps, next_power_of_2(block.rows * block.cols) // 1024))
+    return block._replace(warps=max(block.warps, block.cols // 1024))
 
 
 @kernel

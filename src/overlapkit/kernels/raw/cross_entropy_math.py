@@ -55,10 +55,12 @@ def add_tile(
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One step of the online softmax: the largest logit, the sum of exp(x - top), the dot with weights."""
+    """One step of the online softmax: the largest logit, the sum of exp(x - top), the dot with weights.
+
+    x is -inf outside of the mask already.
+    """
     if HAS_SOFTCAP:
-        x = softcap * tanh(x / softcap)
-    x = tl.where(mask, x, float("-inf"))
+        x = tl.where(mask, softcap * tanh(x / softcap), float("-inf"))
     new_top = tl.maximum(top, tl.max(x, axis=1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a masked-out stretch: -inf - -inf is NaN
     total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift[:, None]), axis=1)
