@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from overlapkit.kernels.cross_entropy import check_logits, check_target, cross_entropy
 from overlapkit.kernels.cross_entropy_ops import cross_entropy_ as _cross_entropy_
@@ -130,7 +129,6 @@ class _InPlace(torch.autograd.Function):
         return (loss if n is None else loss / n), lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return None, None, None, None, None
@@ -139,8 +137,14 @@ class _InPlace(torch.autograd.Function):
                 "cross_entropy_ has one backward only: the first one multiplied the gradient in place; "
                 "with retain_graph=True use cross_entropy"
             )
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling:  # create_graph=True; the compiler refuses it by itself
+            raise RuntimeError(
+                "cross_entropy_ cannot be differentiated twice: for second derivatives (create_graph=True) "
+                "use torch's own function"
+            )
         dlogits = ctx.saved_tensors[0].detach()
-        if torch.compiler.is_compiling() or not _is_dense(dlogits):  # the compiler reuses memory by itself
+        if compiling or not _is_dense(dlogits):  # the compiler reuses memory by itself
             dloss = dloss if dlogits.dim() == 1 or dloss.dim() == 0 else dloss.unsqueeze(1)
             scaled = dlogits.to(wide(dlogits.dtype)) * dloss
             return scaled.to(dlogits.dtype), None, None, None, None

@@ -43,7 +43,7 @@ def chunk_rows(x: Tensor, n_classes: int, chunk_bytes: int) -> int:
         most -= most % _ALIGNED
     chunks = max(1, -(-x.shape[0] // most))
     even = -(-x.shape[0] // chunks)  # no small chunk at the end
-    return min(most, -(-even // _ALIGNED) * _ALIGNED)
+    return min(most, max(1, -(-even // _ALIGNED)) * _ALIGNED)
 
 
 def _logits(head: Head, chunk_bytes: int) -> Iterator[tuple[slice, Tensor]]:

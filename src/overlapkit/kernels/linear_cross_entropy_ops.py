@@ -16,7 +16,9 @@ from overlapkit.kernels.cross_entropy_options import Options
 from overlapkit.kernels.cross_entropy_plain import wide
 from overlapkit.kernels.linear_cross_entropy_chunks import Head
 
-_INSTEAD = "F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)"
+refuse_double_backward = no_double_backward(
+    "linear_cross_entropy", "F.cross_entropy(F.linear(input, linear_weight, linear_bias), target)"
+)
 
 
 @torch.library.custom_op("overlapkit::linear_cross_entropy", mutates_args=())
@@ -98,6 +100,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, dtotal: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     found: list[Tensor | None] = [None, None, None]
+    if torch.is_grad_enabled():  # create_graph=True; what was made in forward depends on nothing any more
+        refuse_double_backward()
     if dtotal is not None:
         for i, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes, strict=True)):
             if ctx.needs[i]:
@@ -107,7 +111,6 @@ def _differentiate(ctx: Any, dtotal: Tensor | None, *_: Tensor | None) -> tuple[
 
 
 linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
-_scaled.register_autograd(no_double_backward("linear_cross_entropy", _INSTEAD))
 
 
 @torch.library.custom_op("overlapkit::linear_cross_entropy_rows", mutates_args=())
@@ -227,7 +230,7 @@ def _differentiate_rows(
 
 
 linear_cross_entropy_rows.register_autograd(_differentiate_rows, setup_context=_save_rows)
-_backward.register_autograd(no_double_backward("linear_cross_entropy", _INSTEAD))
+_backward.register_autograd(refuse_double_backward)
 
 
 def _product(input: tuple[int, ...], linear_weight: tuple[int, ...], factor: int = 1) -> int:
