@@ -54,9 +54,9 @@ def _of_all_ranks(found: Tensor, group: str) -> Tensor:
     All ranks add up the same numbers in the same order, so that they get the same bits.
     """
     ranks = process_group(group)
-    gathered = found.new_empty((ranks.size() * 4, found.shape[1]))
-    torch.distributed.all_gather_into_tensor(gathered, found.contiguous(), group=ranks)
-    lse, low, hit, dot = gathered.view(ranks.size(), 4, -1).unbind(1)
+    gathered = found.new_empty((ranks.size(), *found.shape))
+    torch.distributed.all_gather(list(gathered), found, group=ranks)
+    lse, low, hit, dot = gathered.unbind(1)
     top = lse.amax(0)
     shift = torch.where(top == -torch.inf, 0.0, top)
     total = ((lse - shift) + low).exp().sum(0)
