@@ -249,6 +249,16 @@ def test_fp16_gradients_wait_for_the_loss_scale(path: str) -> None:
     assert torch.equal(a[1], run(ours, (x, w, b), (torch.ones(()),))[1])
 
 
+def test_the_losss_gradient_is_not_rounded_to_bf16(path: str) -> None:
+    """It would be off by 0.4 %, all elements alike, which no tolerance for single elements shows."""
+    head, target = make(64, 8, 45, torch.bfloat16)
+    grad = (torch.tensor(1 + 2**-8),)
+    ours, theirs = functions(target, reduction="sum")
+    for a, right in zip(run(ours, head, grad), run(theirs, to_double(head), grad), strict=True):
+        factor = (a.double() * right).sum() / right.square().sum()
+        assert abs(factor - 1) < 2e-3
+
+
 def test_a_tied_weight_gets_both_gradients(path: str) -> None:
     weight = torch.randn(45, 16, requires_grad=True)
     tokens, target = torch.randint(45, (8,)), torch.randint(45, (8,))
