@@ -1,22 +1,38 @@
 """Lane 3, compute: fused kernels with the signatures of torch.nn.functional, and their modules."""
 
+from overlapkit.kernels.autotune import Tuned, autotune
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
 from overlapkit.kernels.cross_entropy_inplace import cross_entropy_
+from overlapkit.kernels.gated import GeGLU, SwiGLU, geglu, geglu_packed, swiglu, swiglu_packed
+from overlapkit.kernels.layer_norm import LayerNorm, layer_norm
 from overlapkit.kernels.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
+from overlapkit.kernels.rope import rope
+from overlapkit.kernels.rotary import RotaryEmbedding
+from overlapkit.kernels.softmax import softmax
 from overlapkit.kernels.swap import Swap, swap
-from overlapkit.kernels.swiglu import SwiGLU, swiglu
 
 __all__ = [
     "CrossEntropyLoss",
+    "GeGLU",
+    "LayerNorm",
     "LinearCrossEntropyLoss",
     "RMSNorm",
+    "RotaryEmbedding",
     "Swap",
     "SwiGLU",
+    "Tuned",
+    "autotune",
     "cross_entropy",
     "cross_entropy_",
+    "geglu",
+    "geglu_packed",
+    "layer_norm",
     "linear_cross_entropy",
     "rms_norm",
+    "rope",
+    "softmax",
     "swap",
     "swiglu",
+    "swiglu_packed",
 ]

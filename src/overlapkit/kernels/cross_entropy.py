@@ -11,13 +11,25 @@ from overlapkit.kernels.arguments import check_floating, check_like
 from overlapkit.kernels.cross_entropy_ops import cross_entropy as _cross_entropy
 from overlapkit.kernels.cross_entropy_options import as_indices, check_options, group_name
 from overlapkit.kernels.cross_entropy_plain import wide
-from overlapkit.kernels.cross_entropy_rows import count
+from overlapkit.kernels.cross_entropy_rows import count, kept
+from overlapkit.kernels.sharded import loss_by_rows
 from overlapkit.launch import through_triton
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+def _divisor(arguments: dict[str, Any]) -> Tensor:
+    """What the mean divides the sum by: the summed weights of the kept targets, or 0."""
+    logits, target, weight = arguments["logits"], arguments["target"], arguments.get("weight")
+    if target.is_floating_point():
+        classes = logits.shape[min(1, logits.dim() - 1)]
+        rows: Tensor = logits.new_full((), logits.numel() // classes, dtype=wide(logits.dtype))
+        return rows
+    return kept(target, weight, arguments.get("ignore_index", -100), wide(logits.dtype))
+
+
+@loss_by_rows("logits", classes=1, whole=("weight",), count=_divisor)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

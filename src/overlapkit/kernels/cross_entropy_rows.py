@@ -100,9 +100,14 @@ def forward_and_gradient_(
 
 def count(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """What the mean divides by: the summed weights of the kept targets, and 1 where that is 0."""
-    kept = target != ignore_index
+    total = kept(target, weight, ignore_index, dtype)
+    return total.clamp_min(1) if weight is None else torch.where(total == 0, 1, total)
+
+
+def kept(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """The number of targets that are not ignored, or the sum of their weights."""
+    mask = target != ignore_index
     if weight is None:
-        return kept.sum().clamp_min(1)
+        return mask.sum()
     last = weight.shape[0] - 1  # a target out of range has told of itself already
-    total = torch.where(kept, weight.detach()[target.clamp(0, last)], 0).sum(dtype=dtype)
-    return torch.where(total == 0, 1, total)
+    return torch.where(mask, weight.detach()[target.clamp(0, last)], 0).sum(dtype=dtype)

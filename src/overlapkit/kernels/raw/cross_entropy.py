@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from overlapkit.kernels.autotune import tuned
 from overlapkit.kernels.cross_entropy_options import Options
 from overlapkit.kernels.raw.cross_entropy_math import (
     at_target,
@@ -181,6 +182,7 @@ def _backward(
     tl.store(out, tl.where(mask, dx, 0.0).to(dlogits_ptr.dtype.element_ty), mask=inside)
 
 
+@tuned()
 def forward(
     logits: Tensor,
     target: Tensor,
@@ -193,6 +195,7 @@ def forward(
     return loss, lse, low
 
 
+@tuned()
 def statistics(
     logits: Tensor,
     target: Tensor,
@@ -244,6 +247,7 @@ def _launch_forward(
     )
 
 
+@tuned(restores=("out",))
 def backward(
     dloss: Tensor,
     dlse: Tensor | None,
