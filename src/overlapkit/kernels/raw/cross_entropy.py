@@ -182,26 +182,17 @@ def _backward(
     tl.store(out, tl.where(mask, dx, 0.0).to(dlogits_ptr.dtype.element_ty), mask=inside)
 
 
-@tuned()
 def forward(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    options: Options,
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, lse and what lse lost to rounding, each (N,) fp32."""
     loss, lse, low = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
-    _launch_forward((loss, lse, low, loss), logits, target, weight, options, None)
+    _launch_forward(logits, target, weight, options, None, loss, lse, low, loss)
     return loss, lse, low
 
 
-@tuned()
 def statistics(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    options: Options,
-    shard: tuple[int, int],
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, shard: tuple[int, int]
 ) -> Tensor:
     """Return what the rows of a shard (its first class, number of all classes) contribute: (4, N) fp32.
 
@@ -210,17 +201,18 @@ def statistics(
     """
     found = logits.new_zeros((4, logits.shape[0]), dtype=torch.float32)
     lse, low, hit, dot = found
-    _launch_forward((hit, lse, low, dot), logits, target, weight, options, shard)
+    _launch_forward(logits, target, weight, options, shard, hit, lse, low, dot)
     return found
 
 
+@tuned()
 def _launch_forward(
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
     options: Options,
     shard: tuple[int, int] | None,
+    *outputs: Tensor,
 ) -> None:
     x = as_rows(logits)
     n_rows, n_cols = x.shape

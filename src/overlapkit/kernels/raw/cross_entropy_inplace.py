@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from overlapkit.kernels.autotune import tuned
 from overlapkit.kernels.cross_entropy_options import Options
 from overlapkit.kernels.raw.cross_entropy_math import (
     add_tile,
@@ -172,6 +173,7 @@ def _in_place(
             tl.store(tile_ptr, tl.where(kept[:, None], dx, 0.0).to(logits_ptr.dtype.element_ty), mask=mask)
 
 
+@tuned(restores=("logits",))
 def forward_and_gradient_(
     logits: Tensor,
     target: Tensor,
@@ -183,7 +185,12 @@ def forward_and_gradient_(
     n_rows, n_cols = logits.shape
     loss, lse = (logits.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
     w, weight_sum = class_weights(logits, weight, options.label_smoothing, n_cols)
-    block = _block(n_rows, n_cols, options)
+    widest = 8192 if options.softcap or options.label_smoothing else 32_768  # those need registers, too
+    if n_cols > widest:
+        block = Tile(1, min(widest, 16_384), 32)
+    else:
+        block = tile(n_rows, n_cols, elements=4096, whole_rows=True)
+        block = block._replace(warps=max(block.warps, block.cols // 1024))
     _in_place.launch(
         -(-n_rows // block.rows),
         logits,
@@ -204,15 +211,6 @@ def forward_and_gradient_(
         **constants(weight, options, block),
     )
     return loss, lse
-
-
-def _block(n_rows: int, n_cols: int, options: Options) -> Tile:
-    """Whole rows where they fit into registers, which softcap and smoothing need more of; else wide tiles."""
-    widest = 8192 if options.softcap or options.label_smoothing else 32_768
-    if n_cols > widest:
-        return Tile(1, min(widest, 16_384), 32)
-    block = tile(n_rows, n_cols, elements=4096, whole_rows=True)
-    return block._replace(warps=max(block.warps, block.cols // 1024))
 
 
 @kernel
@@ -237,6 +235,7 @@ def _scale(
     tl.store(ptr, (x * scale[:, None]).to(x_ptr.dtype.element_ty), mask=mask)
 
 
+@tuned(restores=("x",))
 def scale_(x: Tensor, scale: Tensor) -> None:
     """Multiply each row of x (N, V), of dense rows, by its scale (N,), where that is not 1."""
     n_rows, n_cols = x.shape
