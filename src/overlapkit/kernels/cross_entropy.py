@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def _divisor(arguments: dict[str, Any]) -> Tensor:
+def divisor(arguments: dict[str, Any]) -> Tensor:
     """What the mean divides the sum by: the summed weights of the kept targets, or 0."""
     logits, target, weight = arguments["logits"], arguments["target"], arguments.get("weight")
     if target.is_floating_point():
@@ -29,7 +29,7 @@ def _divisor(arguments: dict[str, Any]) -> Tensor:
     return kept(target, weight, arguments.get("ignore_index", -100), wide(logits.dtype))
 
 
-@loss_by_rows("logits", classes=1, whole=("weight",), count=_divisor)
+@loss_by_rows("logits", classes=1, whole=("weight",), count=divisor)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -98,7 +98,10 @@ def cross_entropy(
     else:
         loss, lse = _plain(rows, flat, weight, *options)
     loss, lse = loss.view(target.shape), lse.view(target.shape)
-    loss = reduced(loss, flat, weight, ignore_index, reduction)
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / count(flat, weight, ignore_index, loss.dtype)
     return (loss, lse) if return_lse else loss
 
 
@@ -162,15 +165,6 @@ def check_target(logits: Tensor, target: Tensor) -> Tensor:
     wanted = () if logits.dim() == 1 else (*logits.shape[:1], *logits.shape[2:])
     remedy = " (the classes are dimension 1; flatten (B, T, V) logits to (B*T, V))"
     return as_indices(target, wanted, "logits", logits, remedy)
-
-
-def reduced(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> Tensor:
-    """Reduce the losses of rows whose ignored ones are 0."""
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / count(target, weight, ignore_index, loss.dtype)
 
 
 def _check_probabilities(ignore_index: int, group: str) -> None:

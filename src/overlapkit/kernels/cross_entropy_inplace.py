@@ -5,17 +5,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from overlapkit.kernels.cross_entropy import check_logits, check_target, cross_entropy
+from overlapkit.kernels.cross_entropy import check_logits, check_target, cross_entropy, divisor
 from overlapkit.kernels.cross_entropy_ops import cross_entropy_ as _cross_entropy_
 from overlapkit.kernels.cross_entropy_ops import scale_rows_
 from overlapkit.kernels.cross_entropy_options import Options, check_options, group_name
 from overlapkit.kernels.cross_entropy_plain import wide
 from overlapkit.kernels.cross_entropy_rows import count
+from overlapkit.kernels.sharded import loss_by_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@loss_by_rows("logits", classes=1, whole=("weight",), count=divisor)
 def cross_entropy_(
     logits: Tensor,
     target: Tensor,
@@ -111,7 +113,8 @@ class _InPlace(torch.autograd.Function):
         n = None
         if reduction == "mean":
             n = count(target, weight, options.ignore_index, wide(logits.dtype)).to(wide(logits.dtype))
-        rows = _classes_last(logits.detach())
+        logits = logits.detach()  # the same memory and version, no view whose creator would mind
+        rows = _classes_last(logits)
         flat = rows.reshape(-1, rows.shape[-1])
         dense = flat if _is_dense(logits) else flat.clone(memory_format=torch.contiguous_format)
         loss, lse = _cross_entropy_(
@@ -143,7 +146,7 @@ class _InPlace(torch.autograd.Function):
                 "cross_entropy_ cannot be differentiated twice: for second derivatives (create_graph=True) "
                 "use torch's own function"
             )
-        dlogits = ctx.saved_tensors[0].detach()
+        (dlogits,) = ctx.saved_tensors
         if compiling or not _is_dense(dlogits):  # the compiler reuses memory by itself
             dloss = dloss if dlogits.dim() == 1 or dloss.dim() == 0 else dloss.unsqueeze(1)
             scaled = dlogits.to(wide(dlogits.dtype)) * dloss

@@ -1,22 +1,56 @@
 """Cross entropy of a linear layer's output that never holds the output: the head of a language model."""
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from overlapkit.kernels.arguments import check_floating, check_like
 from overlapkit.kernels.cross_entropy_options import as_indices, check_options, group_name
-from overlapkit.kernels.cross_entropy_rows import count
+from overlapkit.kernels.cross_entropy_plain import wide
+from overlapkit.kernels.cross_entropy_rows import count, kept
 from overlapkit.kernels.linear_cross_entropy_ops import linear_cross_entropy as _linear_cross_entropy
 from overlapkit.kernels.linear_cross_entropy_ops import linear_cross_entropy_rows
+from overlapkit.kernels.sharded import LAST, loss_by_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 CHUNK_BYTES = 2**29
 
 
+def _divisor(arguments: dict[str, Any]) -> Tensor:
+    """What the mean divides the sum by: the summed weights of the kept targets, or 0."""
+    ignore_index = arguments.get("ignore_index")
+    ignore_index = -100 if ignore_index is None else ignore_index
+    input, target, weight = arguments["input"], arguments["target"], arguments.get("weight")
+    return kept(target, weight, ignore_index, wide(input.dtype))
+
+
+def _whole_head(fn: Function) -> Function:
+    """Refuse a head that is sharded over ranks, with what one does about it."""
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(("input", "linear_weight"), args, strict=False)) | kwargs
+        for name in ("linear_weight", "linear_bias"):
+            placements = getattr(named.get(name), "placements", ())  # a DTensor has them
+            if not all(p.is_replicate() for p in placements):
+                raise TypeError(
+                    f"{name} is a DTensor with placements {placements}: call this inside the forward of the "
+                    "FSDP2 unit that the head belongs to, where it is whole; or pass .full_tensor(), or a "
+                    "head sharded over classes as .to_local() with vocab_group="
+                )
+        return fn(*args, **kwargs)
+
+    return cast(Function, checked)
+
+
+@_whole_head
+@loss_by_rows("input", classes=LAST, whole=("linear_weight", "linear_bias", "weight"), count=_divisor)
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -73,7 +107,7 @@ def linear_cross_entropy(
         the pair (loss, lse), lse with target's shape.
 
     Raises:
-        TypeError: An argument is of a wrong type, or a DTensor.
+        TypeError: An argument is of a wrong type, or the head is a sharded DTensor.
         ValueError: An option is out of range; shapes, devices or dtypes do not fit; target holds class
             probabilities.
         RuntimeError: A second derivative was asked for.
@@ -181,13 +215,6 @@ def _check_head(
     ranks: int,
     chunk_bytes: int,
 ) -> None:
-    for name, tensor in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
-            raise TypeError(
-                f"{name} is a DTensor: call this inside the forward of the FSDP2 unit that the head belongs "
-                "to, where it is whole; or pass .full_tensor(), or the rows of a head that is sharded "
-                "over classes as .to_local() with vocab_group="
-            )
     check_floating("input", input)
     check_floating("linear_weight", linear_weight)
     if linear_weight.dim() != 2 or linear_weight.shape[0] == 0:
