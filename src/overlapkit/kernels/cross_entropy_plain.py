@@ -110,7 +110,8 @@ def gradient(
     x.sub_(lse[:, None]).sub_(low[:, None]).exp_().mul_(on_softmax[:, None])
     local, n = target - first, x.shape[1]
     on_target = torch.where(kept & (local >= 0) & (local < n), on_target, 0.0)
-    x.scatter_add_(1, local.clamp(0, n - 1)[:, None], -on_target[:, None])
+    index = local.clamp(0, n - 1)[:, None]
+    x.scatter_(1, index, x.gather(1, index) - on_target[:, None])
     if smoothing:
         mine = x.new_ones(n) if weight is None else weight[first : first + n]
         x.addr_(torch.where(kept, on_weight, 0.0), mine, alpha=-1.0)

@@ -68,18 +68,12 @@ class _Gradients:
     """
 
     def __init__(self, head: Head, needs: tuple[bool, bool, bool]) -> None:
-        self.head = head
-        x, w = head.input, head.linear_weight
-        like = (x, w, w if head.linear_bias is None else head.linear_bias)
-        dtypes = (x.dtype, wide(w.dtype), wide(w.dtype))
-        made = [
-            torch.zeros_like(t, dtype=d, memory_format=torch.contiguous_format) if need and not len(x)
-            else torch.empty_like(t, dtype=d, memory_format=torch.contiguous_format) if need
-            else t.new_empty(0, dtype=d)
-            for t, d, need in zip(like, dtypes, needs, strict=True)
-        ]  # fmt: skip
-        self.input, self.weight, self.bias = made
-        self.needs = needs
+        x, w, b = head.input, head.linear_weight, head.linear_bias
+        make = Tensor.new_empty if x.shape[0] else Tensor.new_zeros  # without rows nothing is ever added
+        self.head, self.needs = head, needs
+        self.input = make(x, x.shape if needs[0] else (0,))
+        self.weight = make(w, w.shape if needs[1] else (0,), dtype=wide(w.dtype))
+        self.bias = make(w, w.shape[:1] if b is not None and needs[2] else (0,), dtype=wide(w.dtype))
 
     def add(self, part: slice, dlogits: Tensor) -> None:
         need_input, need_weight, need_bias = self.needs
