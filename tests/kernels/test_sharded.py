@@ -236,6 +236,29 @@ def test_the_loss_is_that_of_all_ranks(path: str, weighted: bool) -> None:
         assert found == [(Partial(),)] * 4 + [(S0,), (S1,)] + [(Partial(),)] * 2
 
 
+def test_the_losses_in_place_and_of_a_linear_layer(path: str) -> None:
+    def run(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        target = torch.tensor([-100, 1, -100, -100, 1, 2, 5, 1, 1])
+        found = []
+        for options in ({}, {"reduction": "none"}):
+
+            def in_place(x: Tensor, t: Tensor, options: dict[str, Any] = options) -> Any:
+                return kernels.cross_entropy_(x * 1, t, **options)
+
+            def head(x: Tensor, w: Tensor, t: Tensor, options: dict[str, Any] = options) -> Any:
+                return kernels.linear_cross_entropy(x, w, t.view(x.shape[:-1]), chunk_bytes=200, **options)
+
+            found += check(in_place, (leaf(9, 7), target), ([S0], [S0]), mesh)[:1]
+            found += check(head, (leaf(9, 4), leaf(7, 4), target), ([S0], [R], [S0]), mesh)
+        check(head, (leaf(9, 4), leaf(7, 4), target), ([S0], None, [S0]), mesh)
+        return found
+
+    one = [(Partial(),), (Partial(),), (S0,), (Partial(),)]
+    assert run_ranks(2, run) == [one + [(S0,), (S0,), (S0,), (Partial(),)]] * 2
+
+
 @pytest.fixture
 def fake_ranks() -> Any:
     """A group of 8 of which only rank 3 runs; collectives do nothing."""

@@ -96,7 +96,11 @@ def tuned(*, restores: Sequence[str] = ()) -> Callable[[Launcher], Launcher]:
             else:
                 named = dict(zip(names, args, strict=False)) | kwargs
                 with torch.cuda.device_of(args[0]):
-                    choice = _tune(key, lambda: launcher(*args, **kwargs), [named[n] for n in restores])
+                    choice = _tune(
+                        key,
+                        lambda: launcher(*args, **kwargs),
+                        [x for n in restores if (x := named.get(n)) is not None],
+                    )
             with launch.choosing(choice):
                 return launcher(*args, **kwargs)
 
@@ -154,7 +158,8 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
             rows = launch.next_power_of_2(value.numel() // max(wide, 1))
             yield f"{rows}x{wide}:{str(value.dtype).removeprefix('torch.')}"
         else:
-            yield str(value) if isinstance(value, str | torch.dtype) else bool(value)
+            for option in value if isinstance(value, tuple) else (value,):
+                yield str(option) if isinstance(option, str | torch.dtype) else bool(option)
 
 
 @functools.cache
