@@ -79,6 +79,35 @@ def test_norms_backward_of_wide_rows(name: str) -> None:
     assert (count.total - shares + shares / 64) / floor <= 1.70
 
 
+def test_dropout_add() -> None:
+    """Backward reads no mask, and the residual's gradient is the one that came in."""
+    x, residual = make(64, 2752), make(64, 2752)
+    with ledger() as forward:
+        y = kernels.dropout_add(x, residual, 0.1, 1)
+    programs = 64 * 2  # of 2,048 columns, each of which reads the seed
+    assert forward.total == size(x, residual, y) + 8 * programs
+    with ledger() as backward:
+        y.backward(y.detach())
+    assert backward.total == size(y, x.grad) + 8 * programs
+
+
+@pytest.mark.parametrize(
+    ("d", "forward", "backward"),
+    [(16_384, 1, 1), (32_768, 1, 5 / 3), (70_000, 3 / 2, 5 / 3)],
+)
+def test_softmax(d: int, forward: float, backward: float) -> None:
+    x, mask = make(2, d), make(2, d).detach()
+    with ledger() as there:
+        y = kernels.softmax(x, scale=0.5)
+    assert there.total == forward * size(x, y)
+    with ledger() as masked:
+        kernels.softmax(x, mask=mask)
+    assert masked.total - there.total == masked.loaded / 2  # the mask is read as often as x
+    with ledger() as back:
+        y.backward(y.detach())
+    assert back.total == pytest.approx(backward * size(y, y, x.grad))
+
+
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 def test_gated(name: str) -> None:
     gate, up = make(64, 2752), make(64, 2752)

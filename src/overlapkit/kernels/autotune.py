@@ -154,7 +154,7 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
             rows = launch.next_power_of_2(value.numel() // max(wide, 1))
             yield f"{rows}x{wide}:{str(value.dtype).removeprefix('torch.')}"
         else:
-            yield value if isinstance(value, str) else bool(value)
+            yield str(value) if isinstance(value, str | torch.dtype) else bool(value)
 
 
 @functools.cache
@@ -213,7 +213,9 @@ def _directory() -> Path:
     return Path(home) / "overlapkit" / "autotune"
 
 
+def _from_environment() -> _Cache | None:
+    return None if os.environ.get("OVERLAPKIT_AUTOTUNE", "") in ("", "0") else _Cache(_directory())
+
+
 _tuning: Callable[[Tuned], None] | None = None
-_cache: _Cache | None = (
-    _Cache(_directory()) if os.environ.get("OVERLAPKIT_AUTOTUNE", "0") not in ("", "0") else None
-)
+_cache = _from_environment()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlapkit.kernels.arguments import check_not_negative, no_double_backward
+from overlapkit.kernels.autocast import result_dtype
 from overlapkit.kernels.norm import (
     WIDEST,
     check_tensors,
@@ -16,7 +17,6 @@ from overlapkit.kernels.norm import (
     in_dtypes,
     in_one_dtype,
     over_dimensions,
-    result_dtype,
 )
 from overlapkit.kernels.sharded import by_rows
 from overlapkit.launch import through_triton

@@ -23,13 +23,6 @@ def check_tensors(x: Tensor, weight: Tensor | None, bias: Tensor | None, residua
         check_like("residual", residual, x.shape, "x", x)
 
 
-def result_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of x; inside torch.autocast on CUDA float32, as that keeps norms and softmax there."""
-    if x.is_cuda and x.dtype != torch.float64 and torch.is_autocast_enabled("cuda"):
-        return torch.float32
-    return x.dtype
-
-
 def in_one_dtype(
     x: Tensor, *parameters: Tensor | None, result: torch.dtype
 ) -> tuple[Tensor, list[Tensor | None]]:
