@@ -173,7 +173,7 @@ def rotate(
     batch, length, q_heads, n_cols = q.shape
     n_positions, half = cos.shape[-2:]
     most, rest = max(q_heads, k.shape[2]), n_cols - 2 * half
-    block = tile(batch * length * most, 2 * half, elements=2048, whole_rows=True)  # a row is a token's head
+    block = tile(batch * length * most, n_cols, elements=2048, whole_rows=True)  # a row is a token's head
     tokens = max(1, block.rows // next_power_of_2(most))
     _rotate.launch(
         -(-batch * length // tokens),
@@ -203,7 +203,7 @@ def rotate(
         BLOCK_TOKENS=tokens,
         BLOCK_Q_HEADS=min(next_power_of_2(q_heads), block.rows // tokens),
         BLOCK_K_HEADS=min(next_power_of_2(k.shape[2]), block.rows // tokens),
-        BLOCK_HALF=block.cols // 2,
+        BLOCK_HALF=next_power_of_2(half),
         BLOCK_REST=next_power_of_2(rest) if rest else 0,
     )
     return q_out, k_out
