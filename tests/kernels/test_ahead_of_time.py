@@ -134,7 +134,7 @@ def test_rows_are_loaded_and_stored_by_128_bits() -> None:
         ptx = launch.compile(90).asm["ptx"]
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx), launch.kernel.fn
         whole_rows = launch.args[0].shape == (N, 4096) and launch.kernel.__name__ != "_row_means"
-        if whole_rows or launch.kernel.__name__ in ("_in_place", "_scale"):
+        if whole_rows or launch.kernel.__name__ in ("_in_place", "_rotate", "_scale"):
             assert re.search(r"st\.global\S*\.v4\.b32", ptx), launch.kernel.fn
 
 
