@@ -109,14 +109,49 @@ def test_softmax(d: int, forward: float, backward: float) -> None:
     assert back.total == pytest.approx(backward * size(y, y, x.grad))
 
 
-def test_swiglu() -> None:
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated(name: str) -> None:
     gate, up = make(64, 2752), make(64, 2752)
     with ledger() as forward:
-        y = kernels.swiglu(gate, up)
+        y = getattr(kernels, name)(gate, up)
     assert forward.total == size(gate, up, y)
     with ledger() as backward:
         y.backward(y.detach())
     assert backward.total == size(y, gate, up, gate.grad, up.grad)
+
+
+@pytest.mark.parametrize("name", ["swiglu_packed", "geglu_packed"])
+def test_gated_packed(name: str) -> None:
+    x = make(64, 2752)
+    with ledger() as forward:
+        y = getattr(kernels, name)(x, "gate_up")
+    assert forward.total == size(x, y)
+    with ledger() as backward:
+        y.backward(y.detach())
+    assert backward.total == size(y, x, x.grad)
+
+
+def test_a_frozen_half_costs_nothing() -> None:
+    gate, up = make(64, 512), make(64, 512).detach()
+    y = kernels.swiglu(gate, up)
+    with ledger() as backward:
+        y.backward(y.detach())
+    assert backward.total == size(y, gate, up, gate.grad)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("turning", [64, 48])
+def test_rope(turning: int, interleaved: bool) -> None:
+    """Two sequences of the same positions read their angles twice, which costs 2 %."""
+    q, k = make(2, 16, 32, 64), make(2, 16, 8, 64)
+    angle = torch.rand(16, turning // 2)
+    cos, sin, positions = angle.cos(), angle.sin(), torch.arange(16)
+    with ledger() as forward:
+        out = kernels.rope(q, k, cos, sin, positions, interleaved=interleaved, rotary_dim=turning)
+    assert 1.0 <= forward.total / size(q, k, cos, sin, positions, *out) <= 1.05
+    with ledger() as backward:
+        torch.autograd.backward(out, [o.detach() for o in out])
+    assert backward.total == forward.total
 
 
 @pytest.mark.parametrize("v", [32_768, 50_257])

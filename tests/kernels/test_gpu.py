@@ -26,6 +26,18 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
     x, other, weight = (make(*s, dtype=dtype, device=device) for s in ((n, d), (n, d), (d,)))
     if name == "swiglu":
         return kernels.swiglu, lambda g, u: F.silu(g) * u, (x, other), (torch.randn_like(x),)
+    if name == "geglu":
+        return kernels.geglu, lambda g, u: F.gelu(g) * u, (x, other), (torch.randn_like(x),)
+    if name == "geglu_packed":
+        h = make(n, 2 * d, dtype=dtype, device=device)
+        return (
+            lambda h: kernels.geglu_packed(h, "up_gate", approximate="tanh"),
+            lambda h: F.gelu(h[:, d:], approximate="tanh") * h[:, :d],
+            (h,),
+            (torch.randn_like(x),),
+        )
+    if name == "rope":
+        return rope_case(n, dtype, device)
     if name == "cross_entropy":
         target = torch.randint(d, (n,), device=device)
         target[1::3] = -100
@@ -71,7 +83,36 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
     return ours, norm, (x, weight, other), (torch.randn_like(x), torch.randn_like(x))
 
 
-NAMES = ["cross_entropy", "dropout_add", "layer_norm", "rms_norm", "softmax", "swiglu"]
+def rope_case(n: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """Packed documents, half of each head turned, neighbours as pairs."""
+    q, k = make(2, n, 8, 96, dtype=dtype, device=device), make(2, n, 2, 96, dtype=dtype, device=device)
+    positions = torch.arange(2 * n, device=device).view(2, n) % 50
+    angle = torch.outer(torch.arange(50, device=device), 0.5 ** torch.arange(24, device=device))
+
+    def torchs(*heads: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(heads[0].dtype, torch.float32)
+        turn = torch.polar(torch.ones_like(angle, dtype=wide), angle.to(wide))[positions][:, :, None]
+        pairs = [torch.view_as_complex(x[..., :48].to(wide).unflatten(-1, (24, 2))) * turn for x in heads]
+        turned = [torch.view_as_real(z).flatten(-2) for z in pairs]
+        return tuple(torch.cat((t.to(x.dtype), x[..., 48:]), -1) for t, x in zip(turned, heads, strict=True))
+
+    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.rope(q, k, angle.cos(), angle.sin(), positions, interleaved=True, rotary_dim=48)
+
+    return ours, torchs, (q, k), (torch.randn_like(q), torch.randn_like(k))
+
+
+NAMES = [
+    "cross_entropy",
+    "dropout_add",
+    "geglu",
+    "geglu_packed",
+    "layer_norm",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "swiglu",
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,9 +18,11 @@ from overlapkit.kernels.norm import (
     in_one_dtype,
     over_dimensions,
 )
+from overlapkit.kernels.sharded import by_rows
 from overlapkit.launch import through_triton
 
 
+@by_rows("x", "residual", whole=("weight",))
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overlapkit.kernels.autotune import tuned
 from overlapkit.launch import as_rows, kernel, tile
 
 
@@ -54,6 +55,7 @@ def _dropout(
     tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@tuned()
 def dropout(
     x: Tensor, residual: Tensor | None, seed: Tensor, limit: int, factor: float, dtype: torch.dtype
 ) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from overlapkit.kernels.autotune import tuned
 from overlapkit.launch import Tile, as_rows, kernel, processors, tile
 
 WIDEST_ONE_PASS = 8192
@@ -194,6 +195,7 @@ def _backward_columns(
         tl.store(dbias_ptr + share, dbias, mask=mask)
 
 
+@tuned()
 def backward(
     dy: Tensor,
     dsum: Tensor | None,

@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from overlapkit.kernels.autotune import tuned
 from overlapkit.launch import as_rows, kernel, processors, tile
 
 
@@ -67,6 +68,7 @@ def _forward(
         tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@tuned()
 def forward(
     x: Tensor,
     weight: Tensor | None,

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlapkit.launch import Tile, as_rows, kernel, tile
+from overlapkit.kernels.autotune import tuned
+from overlapkit.launch import as_rows, kernel, tile
 
 WIDEST_FORWARD = 32_768
 WIDEST_BACKWARD = 16_384
@@ -155,12 +156,14 @@ class _MaskRows(NamedTuple):
     column_stride: int = 0
 
 
+@tuned()
 def forward(x: Tensor, mask: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
     """Return softmax(scale * x + mask) over the last dimension, contiguous, in `dtype`."""
     rows = as_rows(x)
     n_rows, n_cols = rows.shape
     y = x.new_empty(x.shape, dtype=dtype)
-    block = _tile(n_rows, n_cols, WIDEST_FORWARD)
+    whole = n_cols <= WIDEST_FORWARD
+    block = tile(n_rows, n_cols, elements=4096 if whole else 8192, whole_rows=whole)
     found, where = (rows, _MaskRows()) if mask is None else _mask_rows(mask, x.shape)
     _forward.launch(
         -(-n_rows // block.rows),
@@ -183,12 +186,14 @@ def forward(x: Tensor, mask: Tensor | None, scale: float, dtype: torch.dtype) ->
     return y
 
 
+@tuned()
 def backward(dy: Tensor, y: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x, contiguous, in `dtype`."""
     dy_rows, y_rows = as_rows(dy), as_rows(y)
     n_rows, n_cols = y_rows.shape
     dx = y.new_empty(y.shape, dtype=dtype)
-    block = _tile(n_rows, n_cols, WIDEST_BACKWARD)
+    whole = n_cols <= WIDEST_BACKWARD
+    block = tile(n_rows, n_cols, elements=4096 if whole else 8192, whole_rows=whole)
     _backward.launch(
         -(-n_rows // block.rows),
         dy_rows,
@@ -206,11 +211,6 @@ def backward(dy: Tensor, y: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         BLOCK_COLS=block.cols,
     )
     return dx
-
-
-def _tile(n_rows: int, n_cols: int, widest: int) -> Tile:
-    """Whole rows where they fit."""
-    return tile(n_rows, n_cols, elements=4096 if n_cols <= widest else 8192, whole_rows=n_cols <= widest)
 
 
 def _mask_rows(mask: Tensor, shape: torch.Size) -> tuple[Tensor, _MaskRows]:
