@@ -42,8 +42,8 @@ def cross_entropy_(
     factor reaches it; `cross_entropy` multiplies first.
 
     Args:
-        logits: As in `cross_entropy`, but no leaf that requires grad, and no element twice (expand). The
-            memory is saved for (N, V) with dense rows; others are copied there and back.
+        logits: As in `cross_entropy`, but no leaf that requires grad, and no element twice (expand, unfold).
+            The memory is saved for (N, V) with dense rows; others are copied there and back.
         target: As in `cross_entropy`; int64 or uint8, no class probabilities.
         weight: As in `cross_entropy`, like all that follow.
         ignore_index: A target that counts for nothing.
@@ -91,11 +91,22 @@ def _check_writable(logits: Tensor) -> None:
         raise ValueError(
             "logits is a leaf that requires grad: its values would be lost; use cross_entropy for it"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
+    if _shares_memory(logits):
         raise ValueError(
             f"logits has strides {logits.stride()}: elements that share memory cannot hold their gradients; "
             "use cross_entropy, or logits.contiguous()"
         )
+
+
+def _shares_memory(x: Tensor) -> bool:
+    """Whether two elements may lie in one place, as those of expand, unfold and some of as_strided do."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 class _InPlace(torch.autograd.Function):
