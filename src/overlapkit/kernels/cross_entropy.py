@@ -67,7 +67,8 @@ def cross_entropy(
             passes the logits of classes r * V/R up to (r + 1) * V/R, and the same target and weight (of all
             V classes) as the others. All ranks get the same loss, bit for bit, by one all-gather of 16 bytes
             a row and rank; each gets the gradient of its own logits. Pad V to a multiple of R with
-            logits of -inf (without softcap, which would raise them to -softcap).
+            logits of -inf (without softcap, which would raise them to -softcap); shards of unequal sizes
+            are an error on the CPU, and NaN on a GPU.
 
     Returns:
         The loss, float32 (float64 for float64 logits): () or, for "none", target's shape. With
