@@ -5,11 +5,12 @@ kernels (the sums of partial gradients, in ours and in Liger's) is not counted.
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from figure import Figure
 from kernel_cases import CASES, Case, Function
 from machine import ROOT
 
-PROCESSORS = 132  # an H100's, also for Liger's kernels
+PROCESSORS = 132  # an H100's, as launch.processors has it for the interpreter; also for Liger's kernels
 TOLERANCE = 1.005  # on "no more than Liger's": what is kept for each row, of rows of few columns
 NORMS = ("rms_norm", "rms_norm with residual", "layer_norm")
 LOSSES = ("cross_entropy", "cross_entropy_")
@@ -90,11 +91,15 @@ def ratios(case: Case, function: Function) -> tuple[dict[str, float], dict[str, 
 
 @contextlib.contextmanager
 def gaps_filled() -> Iterator[None]:
-    """What the interpreter (Triton 3.7) lacks for Liger's kernels, and the processors that a CPU has not."""
+    """What the interpreter (Triton 3.7) lacks for Liger's kernels, and the processors that a CPU has not.
+
+    Liger takes a CPU for one processor: its norms' backward would run as one program, whose share of the
+    weight's gradient is the whole.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
-    convert, properties = interpreter._implicit_cvt, torch.cuda.get_device_properties
+    convert = interpreter._implicit_cvt
 
     def with_floats(value: Any) -> Any:
         if isinstance(value, float):
@@ -109,21 +114,30 @@ def gaps_filled() -> Iterator[None]:
         return tl.rsqrt(x)  # as the interpreter has it while a kernel runs
 
     stand_ins = {"tanh": tanh, "rsqrt": rsqrt}
-    changed = []
+    changes: list[tuple[ModuleType, str, Any]] = []
     if find_spec("liger_kernel"):
-        for module in map(
-            import_module, (f"liger_kernel.ops.{m}" for m in ("rms_norm", "geglu", "layer_norm"))
-        ):
-            changed += [(module, k, getattr(module, k)) for k in stand_ins if hasattr(module, k)]
-        fused = import_module("liger_kernel.ops.fused_add_rms_norm")
-        changed.append((fused, "rsqrt", fused.rsqrt))
+        for name in ("fused_add_rms_norm", "geglu", "layer_norm", "rms_norm"):
+            module = import_module(f"liger_kernel.ops.{name}")
+            changes += [(module, key, value) for key, value in stand_ins.items() if hasattr(module, key)]
+            if name != "geglu":
+                changes.append((module, f"{name}_backward", on_processors(module, f"{name}_backward")))
+    formers = [(module, key, getattr(module, key)) for module, key, _ in changes]
     interpreter._implicit_cvt = with_floats
-    torch.cuda.get_device_properties = lambda *device: SimpleNamespace(multi_processor_count=PROCESSORS)
-    for module, key, _ in changed:
-        setattr(module, key, stand_ins[key])
     try:
+        for module, key, value in changes:
+            setattr(module, key, value)
         yield
     finally:
-        interpreter._implicit_cvt, torch.cuda.get_device_properties = convert, properties
-        for module, key, value in changed:
+        interpreter._implicit_cvt = convert
+        for module, key, value in formers:
             setattr(module, key, value)
+
+
+def on_processors(module: ModuleType, name: str) -> Any:
+    """Liger's launcher with PROCESSORS where it has 1 for a CPU."""
+    source = inspect.getsource(getattr(module, name))
+    if source.count("sm_count = 1\n") != 1:
+        raise RuntimeError(f"{module.__name__}.{name} counts processors in another way: adapt this benchmark")
+    space = dict(vars(module))
+    exec(source.replace("sm_count = 1\n", f"sm_count = {PROCESSORS}\n"), space)
+    return space[name]
