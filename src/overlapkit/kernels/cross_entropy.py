@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlapkit.kernels.arguments import check_floating, check_like
+from overlapkit.kernels.arguments import check_floating, check_like, check_not_transformed
 from overlapkit.kernels.cross_entropy_ops import cross_entropy as _cross_entropy
 from overlapkit.kernels.cross_entropy_options import as_indices, check_options, group_name
 from overlapkit.kernels.cross_entropy_plain import wide
 from overlapkit.kernels.cross_entropy_rows import count, kept
 from overlapkit.kernels.sharded import loss_by_rows
-from overlapkit.launch import through_triton
+from overlapkit.launch import through_triton, transformed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,11 +78,14 @@ def cross_entropy(
         TypeError: An argument is of a wrong type.
         ValueError: An option is out of range; shapes, devices or dtypes do not fit; ignore_index or
             vocab_group is set and target holds class probabilities.
-        RuntimeError: A second derivative was asked for, on a GPU or with a vocab_group.
+        RuntimeError: A second derivative was asked for, on a GPU or with a vocab_group; or a vocab_group is
+            inside a transform of torch.func.
     """
     check_options(ignore_index, reduction, label_smoothing, z_loss, softcap)
     group, ranks = group_name(vocab_group)
     check_logits(logits, weight, ranks)
+    if group:
+        check_not_transformed("the loss of a vocab_group", "whole logits")
     if isinstance(target, Tensor) and target.is_floating_point():
         _check_probabilities(ignore_index, group)
         loss, lse = _of_probabilities(logits, target, weight, reduction, label_smoothing, z_loss, softcap)
@@ -219,7 +222,7 @@ def _torch_alone(
 
     if reduction != "mean":
         return loss(reduction)
-    if type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling():
+    if type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling() and not transformed():
         mean = loss("mean")
         if not math.isnan(mean.item()):  # the CPU can look, and that costs less than counting first
             return mean
