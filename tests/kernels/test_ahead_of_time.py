@@ -9,11 +9,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from overlapkit.kernels.raw import cross_entropy, rms_norm, swiglu
+from overlapkit.kernels.raw import cross_entropy, gated, norm_backward, norm_forward, rope
 from tests.kernels.ahead import Launch, recorded, resources
 
 N = 4096
 WIDTHS = {torch.bfloat16: [512, 1024, 5120, 8192, 16_384], torch.float32: [1024, 2048, 4096]}
+HEADS = [(32, 8, 128, 128), (8, 1, 256, 64)]  # of q, of k, their columns, those that turn
 CLASSES = {torch.bfloat16: [32_768, 128_256, 262_144], torch.float32: [128_256]}
 
 
@@ -27,19 +28,30 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def norms(x: Tensor, weight: Tensor, rows: Tensor) -> None:
+    """RMSNorm without a residual, and LayerNorm with one."""
+    norm_forward.forward(x, weight, None, None, 1e-5, 1.0, x.dtype, centred=False)
+    norm_forward.forward(x, weight, weight, x, 1e-5, 0.0, x.dtype, centred=True)
+    norm_backward.backward(x, None, x, weight, None, rows, 1.0, True, False)
+    norm_backward.backward(x, x, x, weight, rows, rows, 0.0, True, True)
+
+
 def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     """What each kernel is launched with, with every option on and with none."""
     rows, target = meta(N, dtype=torch.float32), meta(N, dtype=torch.int64)
     with recorded() as found:
         for d in widths:
             x, weight = meta(N, d, dtype=dtype), meta(d, dtype=dtype)
-            rms_norm.forward(x, weight, None, 1e-5, 0.0)
-            rms_norm.forward(x, weight, x, 1e-5, 1.0)
-            rms_norm.backward(x, None, x, weight, rows, 0.0, True)
-            rms_norm.backward(x, x, x, weight, rows, 1.0, True)
-            rms_norm.backward(x, x, x, weight, rows, 1.0, False)
-            swiglu.forward(x, x)
-            swiglu.backward(x, x, x)
+            norms(x, weight, rows)
+            for activation in ("silu",) if d != widths[-1] else ("silu", "gelu", "gelu_tanh"):
+                gated.forward(x, x, activation)
+                gated.backward(x, x, x, activation, True, True)
+            gated.backward_packed(x, meta(N, 2 * d, dtype=dtype), "silu", True)
+        for q_heads, k_heads, d, turning in HEADS:
+            q, k = meta(2, N // 2, q_heads, d, dtype=dtype), meta(2, N // 2, k_heads, d, dtype=dtype)
+            cos = meta(1, N, turning // 2, dtype=torch.float32)
+            rope.rotate(q, k, cos, cos, None, False, False)
+            rope.rotate(q, k, cos, cos, meta(2, N // 2, dtype=torch.int64), True, True)
         for v in classes:
             logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=torch.float32)
             for options in ((None, -100, 0.0, 0.0, 0.0), (weight, -100, 0.1, 1e-4, 30.0)):
@@ -51,7 +63,7 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
 
 
 def names() -> Iterator[str]:
-    for module in (cross_entropy, rms_norm, swiglu):
+    for module in (cross_entropy, gated, norm_backward, norm_forward, rope):
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":
                 yield f"{module.__name__}.{name}"

@@ -26,6 +26,18 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
     x, other, weight = (make(*s, dtype=dtype, device=device) for s in ((n, d), (n, d), (d,)))
     if name == "swiglu":
         return kernels.swiglu, lambda g, u: F.silu(g) * u, (x, other), (torch.randn_like(x),)
+    if name == "geglu":
+        return kernels.geglu, lambda g, u: F.gelu(g) * u, (x, other), (torch.randn_like(x),)
+    if name == "geglu_packed":
+        h = make(n, 2 * d, dtype=dtype, device=device)
+        return (
+            lambda h: kernels.geglu_packed(h, "up_gate", approximate="tanh"),
+            lambda h: F.gelu(h[:, d:], approximate="tanh") * h[:, :d],
+            (h,),
+            (torch.randn_like(x),),
+        )
+    if name == "rope":
+        return rope_case(n, dtype, device)
     if name == "cross_entropy":
         target = torch.randint(d, (n,), device=device)
         target[1::3] = -100
@@ -37,6 +49,14 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
             grad,
         )
 
+    if name == "layer_norm":
+        return (
+            lambda x, w, b, other: kernels.layer_norm(x, w, b, residual=other),
+            lambda x, w, b, other: (F.layer_norm(x + other, (d,), w, b), x + other),
+            (x, weight, make(d, dtype=dtype, device=device), other),
+            (torch.randn_like(x), torch.randn_like(x)),
+        )
+
     def norm(x: Tensor, weight: Tensor, other: Tensor) -> Any:
         return F.rms_norm(x + other, (d,), weight, 1e-5), x + other
 
@@ -46,7 +66,26 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
     return ours, norm, (x, weight, other), (torch.randn_like(x), torch.randn_like(x))
 
 
-NAMES = ["rms_norm", "swiglu", "cross_entropy"]
+def rope_case(n: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """Packed documents, half of each head turned, neighbours as pairs."""
+    q, k = make(2, n, 8, 96, dtype=dtype, device=device), make(2, n, 2, 96, dtype=dtype, device=device)
+    positions = torch.arange(2 * n, device=device).view(2, n) % 50
+    angle = torch.outer(torch.arange(50, device=device), 0.5 ** torch.arange(24, device=device))
+
+    def torchs(*heads: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(heads[0].dtype, torch.float32)
+        turn = torch.polar(torch.ones_like(angle, dtype=wide), angle.to(wide))[positions][:, :, None]
+        pairs = [torch.view_as_complex(x[..., :48].to(wide).unflatten(-1, (24, 2))) * turn for x in heads]
+        turned = [torch.view_as_real(z).flatten(-2) for z in pairs]
+        return tuple(torch.cat((t.to(x.dtype), x[..., 48:]), -1) for t, x in zip(turned, heads, strict=True))
+
+    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.rope(q, k, angle.cos(), angle.sin(), positions, interleaved=True, rotary_dim=48)
+
+    return ours, torchs, (q, k), (torch.randn_like(q), torch.randn_like(k))
+
+
+NAMES = ["rms_norm", "layer_norm", "swiglu", "geglu", "geglu_packed", "rope", "cross_entropy"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -143,6 +182,7 @@ def test_more_than_2_to_31_elements() -> None:
     x[-1] = torch.randn(d).to(x)
     last = x[-1:].clone()
     assert torch.equal(kernels.rms_norm(x)[-1:], kernels.rms_norm(last))
+    assert torch.equal(kernels.layer_norm(x)[-1:], kernels.layer_norm(last))
     assert torch.equal(kernels.swiglu(x, x)[-1:], kernels.swiglu(last, last))
     x.requires_grad_()
     last.requires_grad_()
