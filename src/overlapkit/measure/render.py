@@ -29,7 +29,7 @@ def sentence(report: "StepReport") -> str:
         partial = f" (not measured: {', '.join(unknown)})" if unknown else ""
         return f"Healthy: {step} hides what was measured{waits}{partial}."
     worst = report.findings[0]
-    idle = worst.lane == "other" and report.trace is not None
+    idle = worst.lane == "other" and report.trace is not None and report.device != "cpu"
     name = "An idle device" if idle else _NAMES.get(worst.lane, f"Waiting for {worst.lane}")
     return f"{name} costs {worst.exposed_ms:.1f} ms, {worst.share:.0%} of {step}; see {worst.component}."
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from overlapkit.measure.intervals import length, union
 from overlapkit.measure.traces.columns import Collective, Ints
 from overlapkit.measure.traces.lanes import COMMUNICATION
 from overlapkit.measure.traces.timeline import UNKNOWN, Timeline
@@ -23,7 +24,7 @@ class Arrival:
 
     Attributes:
         rank: Of the job.
-        waited: For later ones, in all.
+        waited: For later ones, in all; where it waited in two collectives at once, once.
         last: In how many it was the last.
         shared: In how many it took part.
         offset: How far its clock was ahead; 0 where that cannot be told from how far ends differ anyway.
@@ -119,10 +120,15 @@ def compare(ranks: Sequence[TracedRank]) -> Arrivals | str:
         for place, _, row in match:
             waits[place][row] = starts[latest] - starts[place]
     arrivals = [
-        Arrival(one.rank, sum(waits[place].values()), last[place], len(waits[place]), offsets[place])
+        Arrival(one.rank, _waited(one, waits[place]), last[place], len(waits[place]), offsets[place])
         for place, one in enumerate(ranks)
     ]
     return Arrivals(len(matched), transfer, tuple(arrivals), tuple(waits))
+
+
+def _waited(one: TracedRank, waits: dict[int, int]) -> int:
+    starts = ((int(one.timeline.starts[row]), wait) for row, wait in waits.items())
+    return length(union((start, start + wait) for start, wait in starts))
 
 
 _Entry = tuple[int, TracedRank, Ints]  # place among the ranks, the rank, its rows in the order of launches

@@ -175,7 +175,8 @@ class Columns:
 
     def _number(self, value: Any) -> int:
         """Threads, streams and devices are numbers or words: count them."""
-        if (found := self._ids.get(value) if value.__hash__ else 0) is not None:
+        value = value if type(value) in (int, str) else None
+        if (found := self._ids.get(value)) is not None:
             return found
         self._ids[value] = found = len(self.labels)
         self.labels.append(value)

@@ -18,7 +18,7 @@ Progress = Callable[[int, int], object]
 ENDINGS = (".json", ".json.gz", ".tar.gz", ".tgz", ".tar")
 _PIECE = 64 << 20  # the most that anything asks for at once: tar's own headers may claim any size
 _SMALL = 256 << 20  # what may be unpacked from however little
-_RATIO = 200  # beyond that; Kineto's JSON shrinks 10 to 30 times
+_RATIO = 100  # beyond that; Kineto's JSON shrinks 10 to 30 times
 
 
 class TraceError(RuntimeError):
@@ -138,12 +138,13 @@ def _unpack(
     name: str, layer: _Bounded, packed: Callable[[], int], depth: int = 0
 ) -> Iterator[tuple[str, Stream]]:
     head = layer.begins(512)
-    if head[:2] == b"\x1f\x8b":
-        if depth == 2:  # .json.gz within .tar.gz
-            raise TraceError(f"{name}: packed more than twice")
+    is_gzip, is_tar = head[:2] == b"\x1f\x8b", head[257:262] == b"ustar"
+    if (is_gzip or is_tar) and depth == 3:  # a .json.gz within a .tar.gz
+        raise TraceError(f"{name}: packed more than three times")
+    if is_gzip:
         inner = gzip.GzipFile(fileobj=layer, mode="rb")  # type: ignore[call-overload]  # it only reads
         yield from _unpack(name, _Bounded(name, inner, packed), packed, depth + 1)
-    elif head[257:262] == b"ustar":
+    elif is_tar:
         yield from _members(name, layer, packed, depth)
     else:
         yield name, layer

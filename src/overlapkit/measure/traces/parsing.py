@@ -159,13 +159,17 @@ class EventReader:
             elif depth:
                 depth -= 1
             else:
-                cut, ended = token.start(), True
+                cut, ended = token.start(), byte == 0x5D
                 break
         if cut is not None:
-            return self._decode(self._text[:cut]), cut + 1, ended
+            events = self._decode(self._text[:cut])
+            if not ended and self._text[cut] == 0x7D:
+                self._drop(cut)
+                raise self.fail("broken JSON: } where another event or the end of the array should be")
+            return events, cut + 1, ended
         if at_end:
-            self._decode(self._text)  # raises: there is no end to the array
-            raise self.fail("cut off: the file ends among its events")
+            self._decode(self._text)  # what is wrong before the end comes first
+            raise self._cut_off()
         if len(self._text) > _LIMIT:
             raise self.fail(f"event {self.count} is longer than {_LIMIT >> 20} MiB")
         return None
@@ -185,11 +189,16 @@ class EventReader:
         """An error at the byte that msgspec names."""
         end = self._at + len(self._text)
         where = re.search(r"\(byte (\d+)\)", str(error))
-        self._at = min(end, start + int(where[1])) if where else end
+        at = start + int(where[1]) if where else end
         why = str(error).partition(" (byte")[0]
-        if self._at == end:
-            return self.fail(f"cut off: the file ends here, behind {self.count} or more whole events")
+        if at >= end:
+            return self._cut_off()
+        self._at = at
         return self.fail(f"broken JSON, at or behind event {self.count}: {why}")
+
+    def _cut_off(self) -> TraceError:
+        self._drop(len(self._text))
+        return self.fail(f"cut off: the file ends here, behind {self.count} or more whole events")
 
     def _enter(self) -> None:
         """Read up to the first event."""
