@@ -64,7 +64,7 @@ def write_trace(path: Path, nbytes: int) -> Path:
 
 
 def _step(number: int) -> Iterator[str]:
-    """A kernel of 17 us is launched every 20 us; with every 50th a collective of 300 us, on another stream."""
+    """A kernel of 17 us is launched every 20 us, with every 50th a collective of 300 us beside it."""
     begin = 1_000 + number * _STEP * 20
     yield _event(
         "user_annotation", f"ProfilerStep#{number}", _MAIN, begin - 5, _STEP * 20, '"External id": 1'
