@@ -4,11 +4,12 @@
 
 Both read the same files, in turns, each in a process of its own with one compute thread: real traces, where
 there are any (--traces, or ../shared/traces beside the repository), and a made one. A process reads a small
-trace first, so that imports are not counted, but from the call to the lanes (theirs: get_temporal_breakdown and
-get_comm_comp_overlap). HolisticTraceAnalysis leaves out the last step that it finds and rounds times down to
-whole microseconds: so the files are copies without the profiler's steps, in whole microseconds, and then the
-numbers must be the same, to the microsecond and 0.01 points of overlap. Memory is the most that the process held, all that it imports included (torch is
-most of that), while it read a made trace of 1 GB (--quick: 50 MB).
+trace first, so that imports are not counted. Measured is from the call to the lanes; theirs are
+get_temporal_breakdown and get_comm_comp_overlap. HolisticTraceAnalysis leaves out the last step that it finds
+and rounds times down to whole microseconds: so the files are copies without the profiler's steps, in whole
+microseconds, and then the numbers must be the same, to the microsecond and 0.01 points of overlap. Memory is
+the most that the process held, all that it imports included (torch is most of that), while it read a made
+trace of 1 GB (--quick: 50 MB).
 
 The peer is pip install holistictraceanalysis (it is in the extra bench). Some minutes on two cores.
 """
