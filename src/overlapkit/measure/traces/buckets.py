@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from overlapkit.measure.traces.columns import Ints
 from overlapkit.measure.traces.lanes import BACKWARD, COMMUNICATION, COPY, FORWARD, OPTIMIZER
-from overlapkit.measure.traces.timeline import Mask, Timeline
+from overlapkit.measure.traces.timeline import Timeline
 
 _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", re.IGNORECASE)
 
@@ -55,47 +56,44 @@ class Tail:
     rows: tuple[int, ...]
 
 
-def find_tail(timeline: Timeline, mine: Mask, zero: int) -> Tail:
+def find_tail(timeline: Timeline, mine: Ints, zero: int) -> Tail:
     """The buckets of a step, and its tail.
 
     Args:
         timeline: All work.
-        mine: Which of it is the step's.
+        mine: Which rows of it are the step's.
         zero: When the host began the step.
     """
-    lanes, launched, ends = timeline.lanes, timeline.launched, timeline.ends
-    backward = mine & (lanes == BACKWARD)
+    lanes, launched, ends = (of[mine] for of in (timeline.lanes, timeline.launched, timeline.ends))
+    backward = lanes == BACKWARD
     if not backward.any():
         return Tail((), None, ())
     first, last_end = launched[backward].min(), int(ends[backward].max())
-    optimizer = launched[mine & (lanes == OPTIMIZER)]
+    optimizer = launched[lanes == OPTIMIZER]
     until = optimizer.min() if len(optimizer) else np.iinfo(np.int64).max
-    sent = mine & (lanes == COMMUNICATION) & (launched >= first) & (launched < until)
-    rows = np.flatnonzero(sent)
+    rows = mine[(lanes == COMMUNICATION) & (launched >= first) & (launched < until)]
     if not len(rows):
         return Tail((), None, ())
-    rows = rows[np.argsort(launched[rows], kind="stable")]
+    rows = rows[np.argsort(timeline.launched[rows], kind="stable")]
     done = _done(timeline, mine)
     buckets = tuple(
         _bucket(timeline, int(row), done, last_end, zero) for row in rows if _reduces(timeline, int(row))
     )
-    return Tail(buckets, max(0, int(ends[rows].max()) - last_end), tuple(map(int, rows)))
+    return Tail(buckets, max(0, int(timeline.ends[rows].max()) - last_end), tuple(map(int, rows)))
 
 
 def _reduces(timeline: Timeline, row: int) -> bool:
     return bool(_REDUCES.search(timeline.collectives[timeline.places[row]].kind))
 
 
-def _done(timeline: Timeline, mine: Mask) -> tuple[np.ndarray, np.ndarray]:
+def _done(timeline: Timeline, mine: Ints) -> tuple[Ints, Ints]:
     """Launches of computation, in order, and when all that was launched up to each of them was done."""
-    work = np.flatnonzero(mine & np.isin(timeline.lanes, (FORWARD, BACKWARD, COPY)))
+    work = mine[np.isin(timeline.lanes[mine], (FORWARD, BACKWARD, COPY))]
     work = work[np.argsort(timeline.launched[work], kind="stable")]
     return timeline.launched[work], np.maximum.accumulate(timeline.ends[work])
 
 
-def _bucket(
-    timeline: Timeline, row: int, done: tuple[np.ndarray, np.ndarray], last_end: int, zero: int
-) -> Bucket:
+def _bucket(timeline: Timeline, row: int, done: tuple[Ints, Ints], last_end: int, zero: int) -> Bucket:
     launch, start, end = (int(times[row]) for times in (timeline.launched, timeline.starts, timeline.ends))
     before = np.searchsorted(done[0], launch) - 1 if timeline.device is not None else -1
     # Work of another stream may end after this began: then it did not wait for that.

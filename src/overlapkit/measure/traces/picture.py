@@ -21,8 +21,8 @@ def drawn(rank: TracedRank) -> tuple[tuple[Trace, ...], tuple[Span, ...]]:
     timeline = rank.timeline
     traces, spans = [], []
     for step in rank.steps[-_STEPS:]:
-        place = np.flatnonzero(timeline.windows.numbers == step.number)
-        mine = timeline.steps == place[-1] if len(place) else np.ones(len(timeline.starts), dtype=bool)
+        places = np.flatnonzero(timeline.windows.numbers == step.number)
+        mine = np.isin(timeline.steps, places) if len(places) else np.ones(len(timeline.starts), dtype=bool)
         traces.append(_trace(rank, step, mine))
         for lane, name in _LANES.items():
             parts = _merged(

@@ -98,6 +98,12 @@ class Timeline:
     has_backward: bool
     has_optimizer: bool
 
+    def rows_of_steps(self) -> list[Ints]:
+        """For each window the rows of its work, in their order."""
+        order = np.argsort(self.steps, kind="stable")
+        bounds = np.searchsorted(self.steps[order], np.arange(len(self.windows.starts) + 1))
+        return [order[begin:end] for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
+
 
 def timelines(columns: Columns, base: int) -> list[Timeline]:
     """One for each device that computes; one of the host where there is none. Empty where nothing was done.

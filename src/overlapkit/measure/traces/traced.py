@@ -6,9 +6,9 @@ import numpy as np
 
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.traces.buckets import Bucket, find_tail
-from overlapkit.measure.traces.columns import OTHER_COPY, TO_DEVICE_PAGEABLE, Columns
+from overlapkit.measure.traces.columns import OTHER_COPY, TO_DEVICE_PAGEABLE, Columns, Ints
 from overlapkit.measure.traces.lanes import COMMUNICATION, COPY, Lanes, Sweep, account
-from overlapkit.measure.traces.timeline import UNKNOWN, Mask, Timeline
+from overlapkit.measure.traces.timeline import UNKNOWN, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,10 @@ class TracedRank:
 
 def trace_rank(file: str, rank: int, world: int | None, timeline: Timeline, peak: "Peak") -> TracedRank:
     """Measure one device's timeline."""
-    everything = np.ones(len(timeline.starts), dtype=bool)
+    everything = np.arange(len(timeline.starts))
     steps: list[TracedStep] = []
-    for place in range(len(timeline.windows.starts)):
-        mine = timeline.steps == place
-        if mine.any():
+    for place, mine in enumerate(timeline.rows_of_steps()):
+        if len(mine):
             number, zero = (int(of[place]) for of in (timeline.windows.numbers, timeline.windows.starts))
             steps.append(_step(timeline, mine, number, zero, rank, steps[-1].end if steps else None))
     whole = _step(timeline, everything, None, int(timeline.starts[0]), rank, None)
@@ -139,7 +138,7 @@ Peak = tuple[int, str] | None
 
 
 def _step(
-    timeline: Timeline, mine: Mask, number: int | None, zero: int, rank: int, since: int | None
+    timeline: Timeline, mine: Ints, number: int | None, zero: int, rank: int, since: int | None
 ) -> TracedStep:
     starts, ends, lanes = timeline.starts[mine], timeline.ends[mine], timeline.lanes[mine]
     first = int(starts.min())
@@ -185,16 +184,16 @@ def _record(timeline: Timeline, sweep: Sweep, lanes: Lanes, number: int, lead: i
     )
 
 
-def _copies(timeline: Timeline, mine: Mask) -> Copies:
+def _copies(timeline: Timeline, mine: Ints) -> Copies:
     """Copies from the device, or on it, are no concern of the next batch."""
-    rows = mine & (timeline.kinds != OTHER_COPY)
+    kinds = timeline.kinds[mine]
+    rows, slow = mine[kinds != OTHER_COPY], mine[kinds == TO_DEVICE_PAGEABLE]
     sweep = Sweep(timeline.starts[rows], timeline.ends[rows], timeline.lanes[rows])
-    slow = mine & (timeline.kinds == TO_DEVICE_PAGEABLE)
     pageable = Sweep(timeline.starts[slow], timeline.ends[slow], timeline.lanes[slow])
     return Copies(sweep.total(COPY), sweep.exposed()[COPY], pageable.total(COPY))
 
 
-def _host_wait(timeline: Timeline, mine: Mask, sweep: Sweep) -> int:
+def _host_wait(timeline: Timeline, mine: Ints, sweep: Sweep) -> int:
     """The idle time after which work came that had been launched only when the device was idle already."""
     begins, ends = sweep.gaps()
     starts, launched = timeline.starts[mine], timeline.launched[mine]
