@@ -223,7 +223,7 @@ def test_copies_pageable_pinned_hidden_and_exposed(tmp_path):
     assert (one.copies.total, one.copies.exposed, one.copies.pageable) == (130_000, 80_000, 100_000)
     told = answers(report)["copy overlapped"]
     assert told.value == pytest.approx(0.08)
-    assert told.evidence == "0.13 ms of copies a step, 77% from pageable memory, on stream 11, 7"
+    assert told.evidence == "0.13 ms of copies in the trace, 77% from pageable memory, on stream 11, 7"
     (finding,) = [one for one in report.findings if one.lane == "transfer"]
     assert finding.component == "overlapkit.DeviceLoader"
     assert "pageable" in finding.setting

@@ -41,6 +41,14 @@ def test_ddp_buckets_of_step_4(ddp):
     assert step.tail / 1e3 == pytest.approx(1_691, abs=1)
 
 
+def test_ddp_findings(ddp):
+    """The host is too slow; what was exposed of communication lay where it left the device idle."""
+    idle, communication = ddp.findings
+    assert (idle.lane, communication.lane) == ("other", "communication")
+    assert "launches too late" in idle.setting
+    assert "feed the device first" in communication.setting
+
+
 def test_dlrm_ranks(dlrm):
     ranks = dlrm.trace.ranks
     assert [one.rank for one in ranks] == list(range(8))

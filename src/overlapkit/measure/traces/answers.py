@@ -47,7 +47,7 @@ def _copies(summary: Summary, fix: str | None) -> Answer:
     if not total:
         return say(name, 0.0, "ms", "hidden (0.00 ms, 0.0%)", "the trace holds no copy to the device")
     memory = f"{pageable / total:.0%} from pageable memory" if pageable else "none from pageable memory"
-    evidence = f"{total:.2f} ms of copies a step, {memory}, on stream {_streams(summary)}"
+    evidence = f"{total:.2f} ms of copies {summary.per}, {memory}, on stream {_streams(summary)}"
     return say(name, exposed, "ms", judge("transfer", exposed, summary.share(exposed)), evidence, fix)
 
 
@@ -111,7 +111,9 @@ def _left(summary: Summary, fix: str | None) -> Answer:
         world = summary.detail.ranks[0].world
         return unmeasured(name, "ms", "single process" if world == 1 else part.reason or "")
     overlap = summary.detail.overlap
-    exposed = f"{part.mean_ms:.2f} ms a step exposed in all, {overlap or 0:.1f}% of communication hidden"
+    exposed = (
+        f"{part.mean_ms:.2f} ms {summary.per} exposed in all, {overlap or 0:.1f}% of communication hidden"
+    )
     if tail is None:
         evidence = f"{exposed}; what was left after backward cannot be told"
         return say(name, part.mean_ms, "ms", judge("communication", part.mean_ms, part.share), evidence, fix)

@@ -47,6 +47,9 @@ def _communication(summary: Summary) -> Fix:
             f"rank {late.rank}",
             f"it arrives last at {late.last} of {late.shared} collectives: look at its input and its host",
         )
+    tail = summary.tail_ms()
+    if tail is not None and tail[0] < exposed / 2 and summary.idle_ms > exposed:
+        return "the loop", "feed the device first: most of it was exposed where nothing was there to hide it"
     kinds = [bucket.kind.lower() for step in summary.steps for bucket in step.buckets]
     if any("scatter" in kind for kind in kinds):
         return "shard", "raise forward_prefetch= and backward_prefetch=, so that gathers start earlier"

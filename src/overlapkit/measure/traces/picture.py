@@ -20,7 +20,7 @@ def drawn(rank: TracedRank) -> tuple[tuple[Trace, ...], tuple[Span, ...]]:
     """The last steps of a rank, and what ran beside them."""
     timeline = rank.timeline
     traces, spans = [], []
-    for step in rank.steps[-_STEPS:]:
+    for step in [step for step in rank.steps if step.record.period][-_STEPS:]:
         places = np.flatnonzero(timeline.windows.numbers == step.number)
         mine = np.isin(timeline.steps, places) if len(places) else np.ones(len(timeline.starts), dtype=bool)
         traces.append(_trace(rank, step, mine))

@@ -34,6 +34,11 @@ class Summary:
         self.idle_ms = self._mean(s.lanes.idle + s.record.outside - (s.record.input or 0) for s in self.steps)
         self.host_wait_ms = self._mean(step.host_wait for step in self.steps)
 
+    @property
+    def per(self) -> str:
+        """What a mean is of, in words."""
+        return "a step" if self.detail.steps else "in the trace"
+
     def share(self, part_ms: float) -> float:
         """Of the period, 0 to 1."""
         return part_ms / self.period_ms if self.period_ms else 0.0
