@@ -210,6 +210,22 @@ def test_ranks_that_share_nothing_say_so(tmp_path):
     assert report.to_dict()["arrivals"] is None
 
 
+def test_what_the_optimizer_communicates_is_no_tail(tmp_path):
+    made = ddp()
+    made.collective(1800, 1900, 1080)
+    report = explain(made.write(tmp_path / "t.json"))
+    assert [(step.tail, len(step.buckets)) for step in report.trace.steps] == [(60_000, 2)] * 2
+
+
+def test_waiting_in_two_collectives_at_once_counts_once(tmp_path):
+    for rank, starts in ((0, (100, 150)), (1, (400, 400))):
+        made = HandTrace(rank, 2)
+        for stream, start in enumerate(starts):
+            made.collective(start, 500, start - 10, stream=20 + stream)
+        made.write(tmp_path / f"rank{rank}.json")
+    assert [one.waited for one in explain(tmp_path).trace.arrivals.ranks] == [300_000, 0]
+
+
 def test_copies_pageable_pinned_hidden_and_exposed(tmp_path):
     made = HandTrace()
     made.work("gemm", 0, 100)

@@ -241,6 +241,6 @@ def _follow(steps: Ints, unknown: Mask, streams: Ints, starts: Ints, windows: Wi
     for stream in np.unique(streams[unknown]):
         rows = np.flatnonzero(streams == stream)
         known = np.where(unknown[rows], 0, np.arange(1, len(rows) + 1))
-        last = np.maximum.accumulate(known) - 1  # -1: launched before the recording began
-        steps[rows] = np.where(last >= 0, steps[rows][np.maximum(last, 0)], -1)
+        last = np.maximum(np.maximum.accumulate(known) - 1, 0)
+        steps[rows] = steps[rows][last]  # -1 of the first, where it was launched before the recording began
     return steps
