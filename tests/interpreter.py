@@ -34,14 +34,14 @@ def interpreter() -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     ours = _raw_modules()
-    spaces: list[Any] = [tl, tl.core, tl.math, tl.standard, engine, launch, *ours]
+    spaces: list[Any] = [tl, tl.core, tl.math, tl.random, tl.standard, engine, launch, *ours]
     spaces += [tl.tensor, tl.dtype, tl.core.tensor_descriptor_base]
     before = [(space, dict(vars(space))) for space in spaces]
     was_on = launch._interpret
     with triton.knobs.runtime.scope(), np.errstate(all="ignore"):
         triton.knobs.runtime.interpret = True
         if not was_on:
-            for space in (tl.standard, tl, *ours):
+            for space in (tl.random, tl.standard, tl, *ours):
                 for name, value in list(vars(space).items()):
                     if isinstance(value, JITFunction):
                         setattr(space, name, engine.InterpretedFunction(value.fn))

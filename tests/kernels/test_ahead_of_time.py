@@ -1,5 +1,6 @@
 """Every kernel, as launch.py would launch it, compiled for GPUs that are not here."""
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -9,19 +10,31 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from overlapkit.kernels.raw import cross_entropy, gated, norm_backward, norm_forward, rope
+from overlapkit.kernels.cross_entropy_options import Options
+from overlapkit.kernels.raw import (
+    cross_entropy,
+    cross_entropy_inplace,
+    dropout_add,
+    gated,
+    norm_backward,
+    norm_forward,
+    rope,
+    softmax,
+)
 from tests.kernels.ahead import Launch, recorded, resources
 
 N = 4096
-WIDTHS = {torch.bfloat16: [512, 1024, 5120, 8192, 16_384], torch.float32: [1024, 2048, 4096]}
+WIDTHS = {torch.bfloat16: [512, 1024, 5120, 8192, 16_384], torch.float32: [1024, 4096, 8192]}
+ENDS = [1024, 8192, 16_384]  # the least and the most registers of one pass and of two
 HEADS = [(32, 8, 128, 128), (8, 1, 256, 64)]  # of q, of k, their columns, those that turn
-CLASSES = {torch.bfloat16: [32_768, 128_256, 262_144], torch.float32: [128_256]}
+CLASSES = {torch.bfloat16: [32_768, 128_256, 262_144], torch.float32: [32_768, 128_256]}
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path_factory.getbasetemp() / "triton"
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # workers share what they compile
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(base / "triton"))
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -36,6 +49,12 @@ def norms(x: Tensor, weight: Tensor, rows: Tensor) -> None:
     norm_backward.backward(x, x, x, weight, rows, rows, 0.0, True, True)
 
 
+def softmaxes(x: Tensor) -> None:
+    """The widest rows that are one tile, and tiles."""
+    softmax.forward(x, x, 0.5, x.dtype)
+    softmax.backward(x, x, 0.5, x.dtype)
+
+
 def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
     """What each kernel is launched with, with every option on and with none."""
     rows, target = meta(N, dtype=torch.float32), meta(N, dtype=torch.int64)
@@ -47,6 +66,8 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
                 gated.forward(x, x, activation)
                 gated.backward(x, x, x, activation, True, True)
             gated.backward_packed(x, meta(N, 2 * d, dtype=dtype), "silu", True)
+        softmaxes(x)
+        dropout_add.dropout(x, x, target, 2**30, 2.0, dtype)
         for q_heads, k_heads, d, turning in HEADS:
             q, k = meta(2, N // 2, q_heads, d, dtype=dtype), meta(2, N // 2, k_heads, d, dtype=dtype)
             cos = meta(1, N, turning // 2, dtype=torch.float32)
@@ -54,16 +75,30 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
             rope.rotate(q, k, cos, cos, meta(2, N // 2, dtype=torch.int64), True, True)
         for v in classes:
             logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=torch.float32)
-            for options in ((None, -100, 0.0, 0.0, 0.0), (weight, -100, 0.1, 1e-4, 30.0)):
-                cross_entropy.forward(logits, target, *options)
-                dlse = None if options[0] is None else rows
-                w, *numbers = options
-                cross_entropy.backward(rows, dlse, logits, target, w, rows, rows, *numbers)
+            softmaxes(logits)
+            full = Options(label_smoothing=0.1, z_loss=1e-4, softcap=30.0)
+            for w, options, dlse in ((None, Options(), None), (weight, full, rows)):
+                cross_entropy.forward(logits, target, w, options)
+                cross_entropy.backward(rows, dlse, logits, target, w, rows, rows, options)
+                scale = None if dlse is None else rows[0]
+                cross_entropy_inplace.forward_and_gradient_(logits, target, w, scale, options)
+            cross_entropy.statistics(logits, target, weight, full, (v, 8 * v))  # weight: 8 v, were it read
+            cross_entropy_inplace.scale_(logits, rows)
     return found
 
 
 def names() -> Iterator[str]:
-    for module in (cross_entropy, gated, norm_backward, norm_forward, rope):
+    modules = (
+        cross_entropy,
+        cross_entropy_inplace,
+        dropout_add,
+        gated,
+        norm_backward,
+        norm_forward,
+        rope,
+        softmax,
+    )
+    for module in modules:
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":
                 yield f"{module.__name__}.{name}"
@@ -77,10 +112,18 @@ def test_every_kernel_is_among_them() -> None:
     assert seen == set(names())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_compiles_without_spills(capability: int, dtype: torch.dtype) -> None:
-    for launch in launches(WIDTHS[dtype], CLASSES[dtype], dtype):
+@pytest.mark.parametrize(
+    ("capability", "dtype", "widths"),
+    [
+        (80, torch.bfloat16, ENDS),
+        (90, torch.bfloat16, WIDTHS[torch.bfloat16]),
+        (90, torch.float32, WIDTHS[torch.float32]),
+        (100, torch.bfloat16, ENDS),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills(capability: int, dtype: torch.dtype, widths: list[int]) -> None:
+    for launch in launches(widths, CLASSES[dtype], dtype):
         used = resources(launch.compile(capability).asm["cubin"])
         assert used["REG"] > 0
         assert (used["STACK"], used["LOCAL"]) == (0, 0), (launch.kernel.fn, launch.args[0].shape, used)
@@ -90,7 +133,8 @@ def test_rows_are_loaded_and_stored_by_128_bits() -> None:
     for launch in launches([4096], [32_768]):
         ptx = launch.compile(90).asm["ptx"]
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx), launch.kernel.fn
-        if launch.args[0].shape == (N, 4096) and launch.kernel.__name__ != "_row_means":
+        whole_rows = launch.args[0].shape == (N, 4096) and launch.kernel.__name__ != "_row_means"
+        if whole_rows or launch.kernel.__name__ in ("_in_place", "_rotate", "_scale"):
             assert re.search(r"st\.global\S*\.v4\.b32", ptx), launch.kernel.fn
 
 

@@ -48,13 +48,55 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
             (x,),
             grad,
         )
+    if name == "cross_entropy_":
+        target = torch.randint(d, (n,), device=device)
+        return (
+            lambda x: kernels.cross_entropy_(x * 1, target),
+            lambda x: (
+                F.cross_entropy(x if x.dtype == torch.float64 else x.float(), target, reduction="sum")
+                / max(n, 1)
+            ),
+            (x,),
+            (torch.randn((), device=device),),
+        )
+    if name == "linear_cross_entropy":
+        target = torch.randint(d, (n,), device=device)
+        hidden, head = make(n, 64, dtype=dtype, device=device), make(d, 64, dtype=dtype, device=device)
 
+        def linear(x: Tensor, w: Tensor) -> Tensor:
+            logits = F.linear(x, w)
+            return F.cross_entropy(
+                logits if x.dtype == torch.float64 else logits.float(), target, reduction="sum"
+            )
+
+        def chunked(x: Tensor, w: Tensor) -> Any:
+            return kernels.linear_cross_entropy(x, w, target, reduction="sum", chunk_bytes=2**20)
+
+        return chunked, linear, (hidden, head), (torch.ones((), device=device),)
     if name == "layer_norm":
         return (
             lambda x, w, b, other: kernels.layer_norm(x, w, b, residual=other),
             lambda x, w, b, other: (F.layer_norm(x + other, (d,), w, b), x + other),
             (x, weight, make(d, dtype=dtype, device=device), other),
             (torch.randn_like(x), torch.randn_like(x)),
+        )
+
+    if name == "softmax":
+        mask = torch.rand(d, device=device) < 0.9
+        mask[0] = True
+        return (
+            lambda x: kernels.softmax(x, scale=0.5, mask=mask),
+            lambda x: F.softmax((x * 0.5).masked_fill(~mask, float("-inf")), -1),
+            (x,),
+            (torch.randn_like(x),),
+        )
+    if name == "dropout_add":
+        kept = kernels.dropout_add(torch.ones(n, d), torch.zeros(n, d), 0.3, 5).to(device) != 0  # on the CPU
+        return (
+            lambda x, other: kernels.dropout_add(x, other, 0.3, 5),
+            lambda x, other: other + torch.where(kept, x / 0.7, 0.0),
+            (x, other),
+            (torch.randn_like(x),),
         )
 
     def norm(x: Tensor, weight: Tensor, other: Tensor) -> Any:
@@ -85,7 +127,19 @@ def rope_case(n: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
     return ours, torchs, (q, k), (torch.randn_like(q), torch.randn_like(k))
 
 
-NAMES = ["rms_norm", "layer_norm", "swiglu", "geglu", "geglu_packed", "rope", "cross_entropy"]
+NAMES = [
+    "cross_entropy",
+    "cross_entropy_",
+    "dropout_add",
+    "geglu",
+    "geglu_packed",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "swiglu",
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,6 +196,23 @@ def test_cross_entropys_options_and_mean_do_not_wait() -> None:
     without_waiting(step)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_cross_entropy_keeps_to_its_budget(reduction: str) -> None:
+    x, w = make(4096, 256, dtype=torch.bfloat16), make(50_257, 256, dtype=torch.bfloat16)
+    target, budget = torch.randint(50_257, (4096,), device="cuda"), 2**25
+
+    def step() -> None:
+        loss = kernels.linear_cross_entropy(x, w, target, reduction=reduction, chunk_bytes=budget)
+        torch.autograd.grad(loss.sum(), (x, w))
+
+    without_waiting(step)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    gradients = 2 * 2 * x.numel() + (4 + 2) * w.numel()
+    assert torch.cuda.max_memory_allocated() - before < budget + gradients + 2**22
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_in_a_cuda_graph(name: str) -> None:
     ours, _, inputs, grads = case(name, 65, 1000, torch.float32)
@@ -174,6 +245,31 @@ def test_two_runs_agree_bitwise(name: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("seed", [None, "tensor"])
+def test_a_captured_graph_drops_other_elements_at_each_replay(seed: str | None) -> None:
+    x, key = torch.ones(65, 1000, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    kernels.dropout_add(x, x, 0.5, key)
+    with torch.cuda.graph(graph):
+        y = kernels.dropout_add(x, x, 0.5, key if seed else None)
+        key.add_(1)
+    graph.replay()
+    first = y.clone()
+    graph.replay()
+    assert not torch.equal(first, y)
+    if seed:
+        assert torch.equal(y, kernels.dropout_add(x, x, 0.5, 1))
+
+
+@pytest.mark.parametrize("fn", [kernels.layer_norm, kernels.rms_norm, kernels.softmax])
+def test_autocast_is_torchs_own(fn: Callable[..., Tensor]) -> None:
+    x = make(5, 37, dtype=torch.bfloat16)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = fn(x)
+        assert y.dtype == F.layer_norm(x, (37,)).dtype == torch.float32
+    assert torch.autograd.grad(y.sum(), x)[0].dtype == torch.bfloat16
+
+
 def test_more_than_2_to_31_elements() -> None:
     n, d = 2**31 // 8192 + 1, 8192
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
@@ -183,6 +279,7 @@ def test_more_than_2_to_31_elements() -> None:
     last = x[-1:].clone()
     assert torch.equal(kernels.rms_norm(x)[-1:], kernels.rms_norm(last))
     assert torch.equal(kernels.layer_norm(x)[-1:], kernels.layer_norm(last))
+    assert torch.equal(kernels.softmax(x)[-1:], kernels.softmax(last))
     assert torch.equal(kernels.swiglu(x, x)[-1:], kernels.swiglu(last, last))
     x.requires_grad_()
     last.requires_grad_()

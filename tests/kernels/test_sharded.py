@@ -103,14 +103,99 @@ def test_a_mesh_of_two_dimensions(path: str) -> None:
 
         return [
             check(kernels.swiglu, (gate, up), ([S0, S1], [S0, S1]), mesh),
+            check(packed, (gate,), ([S1, S0],), mesh),
             check(flat, (leaf(4, 4, 8), leaf(4, 4, 8)), ([S0, S1], [S0, S1]), mesh)[1:],
             check(norm, (gate, weight, up), ([R, S0], [R, R], [R, S0]), mesh)[2],
         ]
 
-    for swiglu, flat, dweight in run_ranks(4, run):
+    for swiglu, halves, flat, dweight in run_ranks(4, run):
         assert swiglu == [(S0, S1)] * 3
+        assert halves == [(S1, S0)] * 2
         assert flat == [(S0, S1)] * 2
         assert dweight == (R, Partial())
+
+
+@pytest.mark.parametrize("given", ["table", "positions", "packed", "angles"])
+def test_heads(path: str, given: str) -> None:
+    """Sharded over batch, tokens (unevenly) and heads; a token turns by its place in the whole sequence."""
+
+    def run(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        q, k = leaf(2, 5, 4, 8), leaf(2, 5, 2, 8)
+        angles = torch.rand(1 if given == "angles" else 9, *([5] if given == "angles" else []), 4)
+        rows = {"positions": torch.arange(5) + 2, "packed": torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])}
+        positions = [rows[given]] if given in rows else []
+        inputs, others = (q, k, angles.cos(), angles.sin(), *positions), [None] * (2 + len(positions))
+        return [
+            check(kernels.rope, inputs, placements, mesh)
+            for placements in (
+                ([S0], [S0], *others),
+                ([S1], [R], *others),
+                ([S2], [S2], *others),
+                ([S1], [S1], [R], [R], *([[R]] if positions else [])),
+            )
+        ]
+
+    for found in run_ranks(2, run):
+        assert found == [[(s,), (s,), (r,)] for s, r in ((S0, S0), (S1, R), (S2, S2), (S1, S1))]
+
+
+def test_a_softmax_and_what_is_spread_over_it(path: str) -> None:
+    """A causal mask is cut where tokens are; a bias that all rows share gets a gradient that is a sum."""
+
+    def run(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        x, bias, causal = leaf(2, 5, 6), leaf(6), torch.ones(5, 6, dtype=torch.bool).tril()
+
+        def masked(x: Tensor, mask: Tensor) -> Tensor:
+            return kernels.softmax(x, scale=0.5, mask=mask)
+
+        return [
+            check(masked, (x, causal), ([S1], None), mesh),
+            check(masked, (x, bias), ([S0], [R]), mesh),
+            check(masked, (x, leaf(2, 1, 6)), ([S1], [S0]), mesh),
+            check(masked, (x, bias), ([S0], None), mesh),
+            check(lambda x: kernels.softmax(x, 0), (x,), ([S2],), mesh),
+        ]
+
+    for found in run_ranks(2, run):
+        partial = (Partial(),)
+        assert found[:4] == [
+            [(S1,)] * 2,
+            [(S0,), (S0,), partial],
+            [(S1,), (S1,), (S0,)],
+            [(S0,), (S0,), None],
+        ]
+        assert found[4] == [(S2,)] * 2
+
+
+def test_dropout_draws_another_mask_for_each_shard_and_one_for_replicas(path: str) -> None:
+    def run(rank: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = torch.ones(2, 4, 64)
+        found = []
+        for seed in (7, torch.tensor(7)):
+            inputs = [distributed(x.requires_grad_(), mesh, [S0, R]) for _ in "xr"]
+            y = kernels.dropout_add(*inputs, 0.5, seed)
+            (dx,) = torch.autograd.grad(y, inputs[:1], torch.ones_like(y))
+            found += [y.to_local() - 1.0, dx.to_local()]
+        return found
+
+    ranks = run_ranks(4, run)
+    for y, dx, again, _ in ranks:
+        assert torch.equal(y, dx)
+        assert torch.equal(y, again)
+    first = kernels.dropout_add(torch.ones(1, 4, 64), torch.zeros(1, 4, 64), 0.5, 7)
+    assert torch.equal(ranks[0][0], first)
+    assert torch.equal(ranks[0][0], ranks[1][0])
+    assert torch.equal(ranks[2][0], ranks[3][0])
+    assert 0.4 < (ranks[0][0] == ranks[2][0]).float().mean() < 0.6
+
+
+def packed(x: Tensor) -> Tensor:
+    return kernels.geglu_packed(x, "up_gate", "tanh")
 
 
 LOSSES: list[dict[str, Any]] = [
@@ -151,6 +236,29 @@ def test_the_loss_is_that_of_all_ranks(path: str, weighted: bool) -> None:
         assert found == [(Partial(),)] * 4 + [(S0,), (S1,)] + [(Partial(),)] * 2
 
 
+def test_the_losses_in_place_and_of_a_linear_layer(path: str) -> None:
+    def run(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        target = torch.tensor([-100, 1, -100, -100, 1, 2, 5, 1, 1])
+        found = []
+        for options in ({}, {"reduction": "none"}):
+
+            def in_place(x: Tensor, t: Tensor, options: dict[str, Any] = options) -> Any:
+                return kernels.cross_entropy_(x * 1, t, **options)
+
+            def head(x: Tensor, w: Tensor, t: Tensor, options: dict[str, Any] = options) -> Any:
+                return kernels.linear_cross_entropy(x, w, t.view(x.shape[:-1]), chunk_bytes=200, **options)
+
+            found += check(in_place, (leaf(9, 7), target), ([S0], [S0]), mesh)[:1]
+            found += check(head, (leaf(9, 4), leaf(7, 4), target), ([S0], [R], [S0]), mesh)
+        check(head, (leaf(9, 4), leaf(7, 4), target), ([S0], None, [S0]), mesh)
+        return found
+
+    one = [(Partial(),), (Partial(),), (S0,), (Partial(),)]
+    assert run_ranks(2, run) == [one + [(S0,), (S0,), (S0,), (Partial(),)]] * 2
+
+
 @pytest.fixture
 def fake_ranks() -> Any:
     """A group of 8 of which only rank 3 runs; collectives do nothing."""
@@ -188,10 +296,11 @@ def test_compiled_in_one_graph_is_bitwise_the_same(fake_ranks: DeviceMesh, path:
     x = distributed(leaf(4, 8, 16), fake_ranks, [S0, S1])
     weight = distributed(leaf(16), fake_ranks, [R, R])
     logits = distributed(leaf(8, 16), fake_ranks, [R, S0])
-    target = distributed(torch.arange(8), fake_ranks, [R, S0])
+    target, angles = distributed(torch.arange(8), fake_ranks, [R, S0]), torch.rand(8, 4)
 
     def fn(x: Tensor, weight: Tensor, logits: Tensor, target: Tensor) -> Any:
-        y = kernels.swiglu(kernels.rms_norm(x, weight), x)
+        q, _ = kernels.rope(x.unflatten(-1, (2, 8)), x.unflatten(-1, (2, 8)), angles, angles)
+        y = kernels.swiglu(kernels.rms_norm(x, weight), q.flatten(-2))
         return y, kernels.cross_entropy(logits, target)
 
     found = []
@@ -235,6 +344,32 @@ def test_what_cannot_be_taken(
     )
     with pytest.raises(error, match=message):
         norm(x, weight, residual)
+
+
+def test_heads_that_cannot_be_taken(fake_ranks: DeviceMesh) -> None:
+    q, table = distributed(leaf(8, 4, 8), fake_ranks, [R, S2]), torch.rand(8, 4)
+    with pytest.raises(ValueError, match="q is sharded in dimension 2, along its rows"):
+        kernels.rope(q, q, table, table)
+    with pytest.raises(TypeError, match="k is a plain tensor beside DTensors"):
+        kernels.rope(distributed(leaf(8, 4, 8), fake_ranks, [R, S0]), leaf(8, 4, 8), table, table)
+    q = distributed(leaf(9, 4, 8), fake_ranks, [R, S0])
+    with pytest.raises(ValueError, match=r"cos has shape \(8, 4\): q of shape \(9, 4, 8\) needs 9 rows"):
+        kernels.rope(q, q, table, table)
+
+
+def test_the_dimension_that_a_softmax_sums_over_is_whole(fake_ranks: DeviceMesh) -> None:
+    for placed, dim in ((S1, 1), (S0, -2)):
+        with pytest.raises(ValueError, match=f"x is sharded in dimension {dim % 2}, along its rows"):
+            kernels.softmax(distributed(leaf(8, 8), fake_ranks, [R, placed]), dim)
+
+
+def test_dropout_needs_a_seed_that_ranks_agree_on(fake_ranks: DeviceMesh) -> None:
+    x = distributed(leaf(8, 8), fake_ranks, [R, S0])
+    with pytest.raises(ValueError, match="seed=None: x is a DTensor: pass the same seed on all ranks"):
+        kernels.dropout_add(x, x)
+    assert torch.equal(kernels.dropout_add(x, x, training=False).to_local(), 2 * x.to_local())
+    with pytest.raises(TypeError, match="seed='a' is a str"):
+        kernels.dropout_add(x, x, seed="a")
 
 
 def test_meshes_that_differ(fake_ranks: DeviceMesh) -> None:

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from overlapkit.kernels.arguments import check_floating, check_like
+from overlapkit.kernels.sharded_tokens import by_tokens
 from overlapkit.launch import through_triton
 
 
+@by_tokens
 def rope(
     q: Tensor,
     k: Tensor,

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from overlapkit.kernels.arguments import check_floating, check_number, no_double_backward
 from overlapkit.kernels.autocast import result_dtype
+from overlapkit.kernels.sharded import by_rows
 from overlapkit.launch import DTYPES, through_triton
 
 
+@by_rows("x", broadcast=("mask",), dim="dim")
 def softmax(
     x: Tensor,
     dim: int = -1,
