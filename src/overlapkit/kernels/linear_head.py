@@ -72,7 +72,7 @@ def linear_cross_entropy(
     As torch.nn.functional.linear_cross_entropy (torch 2.13) for class indices. The N x V logits never
     exist. Beside its inputs a call needs chunk_bytes at the most (or one row of logits, where that is
     more) and its gradients: for input as large as it is, for linear_weight and linear_bias in float32, in
-    which the chunks' shares are summed, until the backward pass makes them the parameter's dtype.
+    which the chunks' shares are summed. The backward pass writes them once more, in the inputs' dtypes.
 
     For "mean" and "sum" the gradients are made in the forward pass, from each chunk's logits while they
     are there; the backward pass multiplies them by the loss's own gradient. With "none" or return_lse the
