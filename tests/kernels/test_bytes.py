@@ -47,8 +47,9 @@ def norm(name: str, d: int) -> tuple[Callable[..., Any], list[Tensor], int]:
 NORMS = ["layer_norm", "rms_norm"]
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    ("name", "residual"), [("layer_norm", False), ("rms_norm", False), ("rms_norm", True)]
+)
 def test_norms(name: str, residual: bool) -> None:
     fn, parameters, kept = norm(name, 256)
     x, other = make(4096, 256), make(4096, 256) if residual else None
@@ -66,17 +67,17 @@ def test_norms(name: str, residual: bool) -> None:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_backward_of_wide_rows(name: str) -> None:
-    """Two passes: 5/3, 1/48 for the weight, and the shares: with 64 rows, not 4,096, they weigh 64-fold."""
+    """Two passes: 5/3, 1/48 for the weight, and the shares: with 32 rows, not 4,096, they weigh 128-fold."""
     fn, parameters, kept = norm(name, 16_384)
-    x = make(64, 16_384)
+    x = make(32, 16_384)
     y = fn(x)
     dy = torch.ones_like(y)
     with ledger() as count:
         y.backward(dy)
-    floor = size(x, *parameters[:1], dy, x.grad) + kept * 64
+    floor = size(x, *parameters[:1], dy, x.grad) + kept * 32
     shares = 25 * 16_384 * (2 + 4 * len(parameters))  # each reads the weight and writes its gradients
     assert (count.total - shares) / floor >= 5 / 3
-    assert (count.total - shares + shares / 64) / floor <= 1.70
+    assert (count.total - shares + shares / 128) / floor <= 1.70
 
 
 def test_dropout_add() -> None:
