@@ -48,6 +48,31 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
             (x,),
             grad,
         )
+    if name == "cross_entropy_":
+        target = torch.randint(d, (n,), device=device)
+        return (
+            lambda x: kernels.cross_entropy_(x * 1, target),
+            lambda x: (
+                F.cross_entropy(x if x.dtype == torch.float64 else x.float(), target, reduction="sum")
+                / max(n, 1)
+            ),
+            (x,),
+            (torch.randn((), device=device),),
+        )
+    if name == "linear_cross_entropy":
+        target = torch.randint(d, (n,), device=device)
+        hidden, head = make(n, 64, dtype=dtype, device=device), make(d, 64, dtype=dtype, device=device)
+
+        def linear(x: Tensor, w: Tensor) -> Tensor:
+            logits = F.linear(x, w)
+            return F.cross_entropy(
+                logits if x.dtype == torch.float64 else logits.float(), target, reduction="sum"
+            )
+
+        def chunked(x: Tensor, w: Tensor) -> Any:
+            return kernels.linear_cross_entropy(x, w, target, reduction="sum", chunk_bytes=2**20)
+
+        return chunked, linear, (hidden, head), (torch.ones((), device=device),)
     if name == "layer_norm":
         return (
             lambda x, w, b, other: kernels.layer_norm(x, w, b, residual=other),
@@ -104,10 +129,12 @@ def rope_case(n: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
 
 NAMES = [
     "cross_entropy",
+    "cross_entropy_",
     "dropout_add",
     "geglu",
     "geglu_packed",
     "layer_norm",
+    "linear_cross_entropy",
     "rms_norm",
     "rope",
     "softmax",
@@ -167,6 +194,23 @@ def test_cross_entropys_options_and_mean_do_not_wait() -> None:
         (loss + lse.mean()).backward()
 
     without_waiting(step)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_cross_entropy_keeps_to_its_budget(reduction: str) -> None:
+    x, w = make(4096, 256, dtype=torch.bfloat16), make(50_257, 256, dtype=torch.bfloat16)
+    target, budget = torch.randint(50_257, (4096,), device="cuda"), 2**25
+
+    def step() -> None:
+        loss = kernels.linear_cross_entropy(x, w, target, reduction=reduction, chunk_bytes=budget)
+        torch.autograd.grad(loss.sum(), (x, w))
+
+    without_waiting(step)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    gradients = 2 * 2 * x.numel() + (4 + 2) * w.numel()
+    assert torch.cuda.max_memory_allocated() - before < budget + gradients + 2**22
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,9 +2,11 @@
 
 from overlapkit.kernels.autotune import Tuned, autotune
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss, cross_entropy
+from overlapkit.kernels.cross_entropy_inplace import cross_entropy_
 from overlapkit.kernels.dropout_add import dropout_add
 from overlapkit.kernels.gated import GeGLU, SwiGLU, geglu, geglu_packed, swiglu, swiglu_packed
 from overlapkit.kernels.layer_norm import LayerNorm, layer_norm
+from overlapkit.kernels.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from overlapkit.kernels.rms_norm import RMSNorm, rms_norm
 from overlapkit.kernels.rope import rope
 from overlapkit.kernels.rotary import RotaryEmbedding
@@ -15,6 +17,7 @@ __all__ = [
     "CrossEntropyLoss",
     "GeGLU",
     "LayerNorm",
+    "LinearCrossEntropyLoss",
     "RMSNorm",
     "RotaryEmbedding",
     "Swap",
@@ -22,10 +25,12 @@ __all__ = [
     "Tuned",
     "autotune",
     "cross_entropy",
+    "cross_entropy_",
     "dropout_add",
     "geglu",
     "geglu_packed",
     "layer_norm",
+    "linear_cross_entropy",
     "rms_norm",
     "rope",
     "softmax",
