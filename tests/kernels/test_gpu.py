@@ -283,6 +283,16 @@ def test_more_than_2_to_31_elements() -> None:
     assert torch.equal(kernels.layer_norm(x)[-1:], kernels.layer_norm(last))
     assert torch.equal(kernels.softmax(x)[-1:], kernels.softmax(last))
     assert torch.equal(kernels.swiglu(x, x)[-1:], kernels.swiglu(last, last))
+    heads, end = x.view(1, n, 64, 128), last.view(1, 1, 64, 128)
+    angle, third = torch.rand(4, 64, device="cuda"), torch.full((n,), 3, device="cuda")
+    for interleaved in (False, True):
+        tables = {"cos": angle.cos(), "sin": angle.sin(), "interleaved": interleaved}
+        turned, k = kernels.rope(heads, heads[:, :, :1], positions=third, **tables)
+        expected = kernels.rope(end, end[:, :, :1], positions=third[:1], **tables)
+        assert torch.equal(turned[:, -1:], expected[0])
+        assert torch.equal(k[:, -1:], expected[1])
+    packed = kernels.geglu_packed(x, "gate_up")
+    assert torch.equal(packed[-1:], kernels.geglu_packed(last, "gate_up"))
     x.requires_grad_()
     last.requires_grad_()
     target = torch.zeros(n, dtype=torch.int64, device="cuda")
