@@ -1,0 +1,329 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""AdamW over every tensor of a table in one launch, and the sum of squares that clipping needs in another.
+
+Programs get equally many tiles, one after the other through all tensors. Each reads what it must know of a
+tensor once. Everything is computed in fp32, the few numbers that a whole tensor shares in fp64.
+"""
+
+import triton
+import triton.language as tl
+
+from overlapkit.launch import kernel
+from overlapkit.optim import columns
+from overlapkit.optim.raw.rounding import (
+    join,
+    mix,
+    random_bits,
+    signed_code,
+    signed_value,
+    split,
+    stochastic,
+    unsigned_code,
+    unsigned_value,
+    widen,
+)
+
+LANES, TILE = tl.constexpr(columns.LANES), tl.constexpr(columns.TILE)
+ROW, GROUP_ROW, HEAD = (tl.constexpr(n) for n in (columns.ROW, columns.GROUP_ROW, columns.HEAD))
+PARAM, EXP_AVG, EXP_AVG_SQ, MAX_SQ, LOW, STEP, SCALE, SCALE_SQ = (tl.constexpr(n) for n in range(8))
+NUMEL, FIRST_BLOCK, KIND_AT, GROUP_AT, MESH_AT, KEY = (tl.constexpr(n) for n in range(8, 14))
+BASE, INNER, OUTER, COLS, BLOCKS_A_ROW = (tl.constexpr(n) for n in range(14, 19))
+LR, BETA1, BETA2, EPS, WEIGHT_DECAY, SIGN, LR_AT, BETA1_AT, BETA2_AT = (tl.constexpr(n) for n in range(9))
+N_TENSORS, N_BLOCKS, N_SUMS, MAX_NORM = (tl.constexpr(n) for n in range(4))
+HALF_PARAM, ROUNDED, KAHAN, MASTER = (tl.constexpr(1 << n) for n in range(4))
+GRAD_BF16, GRAD_FP16, BF16, INT8 = (tl.constexpr(1 << n) for n in range(4, 8))
+AMSGRAD, ALIGNED, SPLIT, WHOLE_ROWS = (tl.constexpr(1 << n) for n in range(8, 12))
+
+
+@triton.jit
+def _at(address, dtype: tl.constexpr, KIND: tl.constexpr):
+    """A pointer. The table is built such that aligned kinds have aligned addresses only."""
+    pointer = address.to(tl.pointer_type(dtype))
+    if (ALIGNED & KIND) != 0:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _store(pointers, value, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointers, value, mask=mask)
+    else:
+        tl.store(pointers, value)
+
+
+@triton.jit
+def _gradient(address, offsets, mask, KIND: tl.constexpr, MASKED: tl.constexpr):
+    if (GRAD_BF16 & KIND) != 0:
+        return widen(_load(_at(address, tl.int16, KIND) + offsets, mask, MASKED))
+    if (GRAD_FP16 & KIND) != 0:
+        return _load(_at(address, tl.float16, KIND) + offsets, mask, MASKED).to(tl.float32)
+    return _load(_at(address, tl.float32, KIND) + offsets, mask, MASKED)
+
+
+@triton.jit
+def _number(group_ptr, PLACE: tl.constexpr, POINTER: tl.constexpr):
+    """A hyperparameter in fp64: from the table, or from the tensor that the table points to."""
+    value = tl.load(group_ptr + PLACE).to(tl.float64, bitcast=True)
+    address = tl.load(group_ptr + POINTER)
+    if address != 0:
+        value = tl.load(address.to(tl.pointer_type(tl.float32))).to(tl.float64)
+    return value
+
+
+@triton.jit
+def _tile(
+    row, grad_address, block, factor, decay, step_size, beta2, keep1, keep2, root2, eps, key,
+    KIND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of one tensor."""
+    lanes = tl.arange(0, 128)[None, :]
+    groups = block * 8 + tl.arange(0, 8)[:, None]
+    if (INT8 & KIND) != 0 and (WHOLE_ROWS & KIND) == 0:
+        n_cols, n_groups = tl.load(row + COLS), tl.load(row + BLOCKS_A_ROW)
+        cols = (groups % n_groups) * LANES + lanes
+        offsets = groups // n_groups * n_cols + cols
+        mask = (offsets < tl.load(row + NUMEL)) & (cols < n_cols)
+    else:
+        offsets = groups * LANES + lanes
+        mask = offsets < tl.load(row + NUMEL)
+    if (HALF_PARAM & KIND) != 0:
+        param_ptr = _at(tl.load(row + PARAM), tl.int16, KIND) + offsets
+        high = _load(param_ptr, mask, MASKED)
+        if (MASTER & KIND) != 0:
+            low_ptr = _at(tl.load(row + LOW), tl.int16, KIND) + offsets
+            w = join(high, _load(low_ptr, mask, MASKED))
+        else:
+            w = widen(high)
+            if (KAHAN & KIND) != 0:
+                low_ptr = _at(tl.load(row + LOW), tl.int16, KIND) + offsets
+                w += widen(_load(low_ptr, mask, MASKED))
+    else:
+        param_ptr = _at(tl.load(row + PARAM), tl.float32, KIND) + offsets
+        w = _load(param_ptr, mask, MASKED)
+    g = _gradient(grad_address, offsets, mask, KIND, MASKED) * factor
+    if ((BF16 | INT8) & KIND) == 0:
+        m_ptr = _at(tl.load(row + EXP_AVG), tl.float32, KIND) + offsets
+        v_ptr = _at(tl.load(row + EXP_AVG_SQ), tl.float32, KIND) + offsets
+        m, v = _load(m_ptr, mask, MASKED), _load(v_ptr, mask, MASKED)
+    elif (BF16 & KIND) != 0:
+        m_ptr = _at(tl.load(row + EXP_AVG), tl.int16, KIND) + offsets
+        v_ptr = _at(tl.load(row + EXP_AVG_SQ), tl.int16, KIND) + offsets
+        m, v = widen(_load(m_ptr, mask, MASKED)), widen(_load(v_ptr, mask, MASKED))
+    else:
+        m_ptr = _at(tl.load(row + EXP_AVG), tl.int8, KIND) + offsets
+        v_ptr = _at(tl.load(row + EXP_AVG_SQ), tl.uint8, KIND) + offsets
+        scale_ptr = _at(tl.load(row + SCALE), tl.float32, KIND) + groups
+        scale_sq_ptr = _at(tl.load(row + SCALE_SQ), tl.float32, KIND) + groups
+        there = groups < tl.load(row + BLOCKS_A_ROW) * (tl.load(row + NUMEL) // tl.load(row + COLS))
+        m = signed_value(_load(m_ptr, mask, MASKED), tl.load(scale_ptr, mask=there, other=0.0))
+        v = unsigned_value(_load(v_ptr, mask, MASKED), tl.load(scale_sq_ptr, mask=there, other=0.0))
+    w = w * decay
+    m = m + keep1 * (g - m)
+    v = v * beta2 + keep2 * g * g
+    largest = v
+    if (AMSGRAD & KIND) != 0:
+        if ((BF16 | INT8) & KIND) == 0:
+            max_ptr = _at(tl.load(row + MAX_SQ), tl.float32, KIND) + offsets
+            largest = tl.maximum(_load(max_ptr, mask, MASKED), v)
+        else:
+            max_ptr = _at(tl.load(row + MAX_SQ), tl.int16, KIND) + offsets
+            largest = tl.maximum(widen(_load(max_ptr, mask, MASKED)), v)
+    denominator = tl.div_rn(tl.sqrt_rn(largest), root2) + eps
+    w = w - step_size * tl.div_rn(m, denominator)
+    if ((ROUNDED | BF16 | INT8) & KIND) != 0:
+        index = tl.load(row + BASE) + offsets
+        if (SPLIT & KIND) != 0:
+            inner = tl.load(row + INNER)
+            index = tl.load(row + BASE) + offsets // inner * tl.load(row + OUTER) + offsets % inner
+        bits = random_bits(key, index)
+    if (HALF_PARAM & KIND) != 0:
+        if (ROUNDED & KIND) != 0:
+            _store(param_ptr, stochastic(w, bits & 0xFFFF), mask, MASKED)
+        elif (MASTER & KIND) != 0:
+            high, low = split(w)
+            _store(param_ptr, high, mask, MASKED)
+            _store(low_ptr, low, mask, MASKED)
+        else:
+            near = w.to(tl.bfloat16).to(tl.int16, bitcast=True)
+            _store(param_ptr, near, mask, MASKED)
+            lost = (w - widen(near)).to(tl.bfloat16).to(tl.int16, bitcast=True)
+            _store(low_ptr, lost, mask, MASKED)
+    else:
+        _store(param_ptr, w, mask, MASKED)
+    if ((BF16 | INT8) & KIND) == 0:
+        _store(m_ptr, m, mask, MASKED)
+        _store(v_ptr, v, mask, MASKED)
+        if (AMSGRAD & KIND) != 0:
+            _store(max_ptr, largest, mask, MASKED)
+    else:
+        other = mix(bits ^ 0x85EBCA6B)
+        if (BF16 & KIND) != 0:
+            _store(m_ptr, stochastic(m, bits >> 16), mask, MASKED)
+            _store(v_ptr, stochastic(v, other >> 16), mask, MASKED)
+            if (AMSGRAD & KIND) != 0:
+                _store(max_ptr, stochastic(largest, other & 0xFFFF), mask, MASKED)
+        else:  # a number that is none spoils its whole block's scale, and so is not lost
+            scale = tl.max(tl.abs(m), axis=1, keep_dims=True) + tl.sum(m * 0.0, axis=1, keep_dims=True)
+            scale_sq = tl.max(v, axis=1, keep_dims=True) + tl.sum(v * 0.0, axis=1, keep_dims=True)
+            _store(m_ptr, signed_code(m, scale, bits >> 16), mask, MASKED)
+            _store(v_ptr, unsigned_code(v, scale_sq, other >> 16), mask, MASKED)
+            tl.store(scale_ptr, scale, mask=there)
+            tl.store(scale_sq_ptr, scale_sq, mask=there)
+
+
+@triton.jit
+def _tiles(row, grad_address, group_ptr, block, stop, factor, KIND: tl.constexpr):
+    """Tiles `block` to `stop` of one tensor."""
+    step = tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))) + 1.0
+    beta1 = _number(group_ptr, BETA1, BETA1_AT)
+    beta2 = _number(group_ptr, BETA2, BETA2_AT)
+    lr = _number(group_ptr, LR, LR_AT)
+    eps = tl.load(group_ptr + EPS).to(tl.float64, bitcast=True)
+    weight_decay = tl.load(group_ptr + WEIGHT_DECAY).to(tl.float64, bitcast=True)
+    sign = tl.load(group_ptr + SIGN).to(tl.float64, bitcast=True)
+    # in fp32 1 - beta2 ** step would lose four digits in the first steps
+    times = step.to(tl.float64)
+    correction1 = 1.0 - tl.exp(times * tl.log(beta1))
+    root2 = tl.sqrt(1.0 - tl.exp(times * tl.log(beta2))).to(tl.float32)
+    decay = (1.0 - lr * weight_decay).to(tl.float32)
+    step_size = (lr / correction1).to(tl.float32)
+    keep1, keep2 = (1.0 - beta1).to(tl.float32), (1.0 - beta2).to(tl.float32)
+    signed = factor * sign.to(tl.float32)
+    b2, small = beta2.to(tl.float32), eps.to(tl.float32)
+    key = mix(tl.load(row + KEY).to(tl.uint32) ^ mix(step.to(tl.int32).to(tl.uint32)))
+    numel = tl.load(row + NUMEL)
+    for at in range(block, stop):
+        at = tl.cast(at, tl.int64)
+        if (INT8 & KIND) != 0 and (WHOLE_ROWS & KIND) == 0:
+            _tile(row, grad_address, at, signed, decay, step_size, b2, keep1, keep2, root2, small, key,
+                  KIND, True)  # fmt: skip
+        elif (at + 1) * TILE <= numel:
+            _tile(row, grad_address, at, signed, decay, step_size, b2, keep1, keep2, root2, small, key,
+                  KIND, False)  # fmt: skip
+        else:
+            _tile(row, grad_address, at, signed, decay, step_size, b2, keep1, keep2, root2, small, key,
+                  KIND, True)  # fmt: skip
+
+
+@triton.jit
+def _clipped(live_ptr, sums_ptr, norm_ptr, unscale):
+    """What the gradients are multiplied with. Each program adds the same sums in the same order."""
+    n_sums = tl.load(live_ptr + N_SUMS)
+    max_norm = tl.load(live_ptr + MAX_NORM).to(tl.float64, bitcast=True).to(tl.float32)
+    total = tl.full((1024,), 0.0, tl.float32)
+    for start in range(0, n_sums, 1024):
+        at = start + tl.arange(0, 1024)
+        total += tl.load(sums_ptr + at, mask=at < n_sums, other=0.0)
+    norm = tl.sqrt_rn(tl.sum(total, axis=0)) * unscale
+    if tl.program_id(0) == 0:
+        tl.store(norm_ptr, norm)
+    share = tl.div_rn(max_norm, norm + 1e-6)  # the same 1e-6 as in torch.nn.utils.clip_grad_norm_
+    return tl.where(share > 1.0, 1.0, share) * unscale  # NaN stays NaN
+
+
+@kernel
+def update(
+    rows_ptr,
+    live_ptr,
+    done_ptr,
+    scale_ptr,
+    found_inf_ptr,
+    sums_ptr,
+    norm_ptr,
+    KINDS: tl.constexpr,
+    N_KINDS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    CLIP: tl.constexpr,
+):
+    """The step. The program that is done last counts it up, when all others have read it."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    n_tensors, n_blocks = tl.load(live_ptr + N_TENSORS), tl.load(live_ptr + N_BLOCKS)
+    factor = tl.cast(1.0, tl.float32)
+    if HAS_SCALE:
+        factor = tl.div_rn(factor, tl.load(scale_ptr))
+    if CLIP:
+        factor = _clipped(live_ptr, sums_ptr, norm_ptr, factor)
+    block, end = n_blocks * program // programs, n_blocks * (program + 1) // programs
+    skip = False
+    if HAS_FOUND_INF:
+        skip = tl.load(found_inf_ptr) != 0.0
+        if skip:
+            block = end
+    tensor = tl.load(rows_ptr + (n_tensors + 1) * ROW + program)
+    while block < end:
+        row = rows_ptr + tensor * ROW
+        first = tl.load(row + FIRST_BLOCK)
+        stop = tl.minimum(end, tl.load(row + ROW + FIRST_BLOCK))
+        kind = tl.load(row + KIND_AT)
+        grad_address = tl.load(live_ptr + HEAD + tensor)
+        group_ptr = live_ptr + HEAD + n_tensors + tl.load(row + GROUP_AT) * GROUP_ROW
+        for place in tl.static_range(N_KINDS):
+            if kind == place:
+                _tiles(row, grad_address, group_ptr, block - first, stop - first, factor, KINDS[place])
+        block = stop
+        tensor += 1
+    tl.debug_barrier()
+    if tl.atomic_add(done_ptr, 1) == programs - 1:
+        tl.store(done_ptr, 0)
+        if skip:
+            n_tensors = n_tensors * 0
+        for start in range(0, n_tensors, 1024):
+            at = start + tl.arange(0, 1024)
+            there = at < n_tensors
+            step_ptr = tl.load(rows_ptr + at * ROW + STEP, mask=there, other=0).to(tl.pointer_type(tl.float32))
+            tl.store(step_ptr, tl.load(step_ptr, mask=there, other=0.0) + 1.0, mask=there)
+
+
+@kernel
+def squares(
+    rows_ptr,
+    live_ptr,
+    sums_ptr,
+    KINDS: tl.constexpr,
+    N_KINDS: tl.constexpr,
+    N_MESHES: tl.constexpr,
+):
+    """Each program's sum of the squares of its gradients, one for each mesh: fp32 (N_MESHES, programs)."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    n_tensors, n_blocks = tl.load(live_ptr + N_TENSORS), tl.load(live_ptr + N_BLOCKS)
+    end = n_blocks * (program + 1) // programs
+    for mesh in range(N_MESHES):
+        total = tl.full((8, 128), 0.0, tl.float32)
+        block = n_blocks * program // programs
+        tensor = tl.load(rows_ptr + (n_tensors + 1) * ROW + program)
+        while block < end:
+            row = rows_ptr + tensor * ROW
+            first = tl.load(row + FIRST_BLOCK)
+            stop = tl.minimum(end, tl.load(row + ROW + FIRST_BLOCK))
+            kind, numel = tl.load(row + KIND_AT), tl.load(row + NUMEL)
+            address = tl.load(live_ptr + HEAD + tensor)
+            if tl.load(row + MESH_AT) == mesh:
+                for place in tl.static_range(N_KINDS):
+                    if kind == place:
+                        total += _sum_of_squares(address, block - first, stop - first, numel, KINDS[place])
+            block = stop
+            tensor += 1
+        tl.store(sums_ptr + mesh * programs + program, tl.sum(tl.sum(total, axis=1), axis=0))
+
+
+@triton.jit
+def _sum_of_squares(address, block, stop, numel, KIND: tl.constexpr):
+    offsets = tl.arange(0, 8)[:, None] * LANES + tl.arange(0, 128)[None, :]
+    total = tl.full((8, 128), 0.0, tl.float32)
+    for at in range(block, stop):
+        at = tl.cast(at, tl.int64)
+        if (at + 1) * TILE <= numel:
+            g = _gradient(address, at * TILE + offsets, offsets >= 0, KIND, False)
+        else:
+            g = _gradient(address, at * TILE + offsets, at * TILE + offsets < numel, KIND, True)
+        total += g * g
+    return total
