@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _SIGN = 0x80000000
+_LEAST = 1e-30  # what a scale must be above: a GPU's fast division takes far smaller numbers for zero
 
 
 def _signed(x: int) -> int:
@@ -93,31 +94,32 @@ def scale_of(x: Tensor) -> Tensor:
 
 def signed_value(code: Tensor, scale: Tensor) -> Tensor:
     """The numbers of int8 codes: their squares, with their signs, so that codes lie densest around zero."""
-    part = code.to(torch.float32) / 127.0
-    return part * part.abs() * scale
+    number = code.to(torch.float32)
+    return number * number.abs() * (scale * (1.0 / 16129.0))
 
 
 def signed_code(x: Tensor, scale: Tensor, random: Tensor | None) -> Tensor:
     """Round to a code: at random, without bias, given 16 random bits; else to the nearest."""
-    y = x.abs() / torch.where(scale > 0, scale, 1.0)
-    below = (y.sqrt() * 127.0).floor_().clamp_(max=126.0)
-    share = (y * 16129.0 - below * below) / (2.0 * below + 1.0)
+    y = x.abs() * (16129.0 / torch.where(scale > _LEAST, scale, 1.0))
+    below = y.sqrt().floor_().clamp_(max=126.0)
+    share = (y - below * below) / (2.0 * below + 1.0)
     code = below + _rounds_up(share, random)
     return torch.where(x < 0, -code, code).to(torch.int8)
 
 
 def unsigned_value(code: Tensor, scale: Tensor) -> Tensor:
     """The numbers of uint8 codes: their fourth powers, since it is the root of the moment that divides."""
-    part = code.to(torch.float32) / 255.0
-    return part * part * (part * part) * scale
+    number = code.to(torch.float32)
+    square = number * number
+    return square * square * (scale * (1.0 / 4228250625.0))
 
 
 def unsigned_code(x: Tensor, scale: Tensor, random: Tensor | None) -> Tensor:
     """Round to a code as `signed_code` does, but never to zero what is none: it divides."""
-    y = x / torch.where(scale > 0, scale, 1.0)
-    below = (y.sqrt().sqrt() * 255.0).floor_().clamp_(max=254.0)
+    y = x * (4228250625.0 / torch.where(scale > _LEAST, scale, 1.0))
+    below = y.sqrt().sqrt().floor_().clamp_(max=254.0)
     square, above = below * below, (below + 1.0) * (below + 1.0)
-    share = (y * 4228250625.0 - square * square) / (above * above - square * square)
+    share = (y - square * square) / (above * above - square * square)
     code = below + _rounds_up(share, random)
     return torch.where(x > 0, code.clamp(min=1.0), 0.0).to(torch.uint8)
 

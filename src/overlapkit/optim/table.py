@@ -17,7 +17,7 @@ from overlapkit.optim.rounding import mix
 from overlapkit.optim.state import Form, local, row_of
 
 _GRADS = {torch.float32: 0, torch.bfloat16: c.GRAD_BF16, torch.float16: c.GRAD_FP16}
-_PROGRAMS = 8  # a processor: what fits with 64 registers a thread
+_PROGRAMS = 16  # a processor: some waves of them, so that none waits long for the last
 _WORDS = {c.EXP_AVG: "exp_avg", c.EXP_AVG_SQ: "exp_avg_sq", c.MAX_SQ: "max_exp_avg_sq", c.STEP: "step"}
 _WORDS |= {c.SCALE: "exp_avg_scale", c.SCALE_SQ: "exp_avg_sq_scale"}
 

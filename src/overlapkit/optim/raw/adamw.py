@@ -84,15 +84,15 @@ def _tile(
     KIND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of one tensor."""
-    lanes = tl.arange(0, 128)[None, :]
+    within = tl.arange(0, 8)[:, None] * LANES + tl.arange(0, 128)[None, :]
     groups = block * 8 + tl.arange(0, 8)[:, None]
     if (INT8 & KIND) != 0 and (WHOLE_ROWS & KIND) == 0:
         n_cols, n_groups = tl.load(row + COLS), tl.load(row + BLOCKS_A_ROW)
-        cols = (groups % n_groups) * LANES + lanes
+        cols = (groups % n_groups) * LANES + tl.arange(0, 128)[None, :]
         offsets = groups // n_groups * n_cols + cols
         mask = (offsets < tl.load(row + NUMEL)) & (cols < n_cols)
     else:
-        offsets = groups * LANES + lanes
+        offsets = block * TILE + within
         mask = offsets < tl.load(row + NUMEL)
     if (HALF_PARAM & KIND) != 0:
         param_ptr = _at(tl.load(row + PARAM), tl.int16, KIND) + offsets
@@ -136,14 +136,14 @@ def _tile(
         else:
             max_ptr = _at(tl.load(row + MAX_SQ), tl.int16, KIND) + offsets
             largest = tl.maximum(widen(_load(max_ptr, mask, MASKED)), v)
-    denominator = tl.div_rn(tl.sqrt_rn(largest), root2) + eps
-    w = w - step_size * tl.div_rn(m, denominator)
+    w = w - step_size * (m / (tl.sqrt(largest) / root2 + eps))
     if ((ROUNDED | BF16 | INT8) & KIND) != 0:
-        index = tl.load(row + BASE) + offsets
-        if (SPLIT & KIND) != 0:
+        if (SPLIT & KIND) != 0 or ((INT8 & KIND) != 0 and (WHOLE_ROWS & KIND) == 0):
             inner = tl.load(row + INNER)
             index = tl.load(row + BASE) + offsets // inner * tl.load(row + OUTER) + offsets % inner
-        bits = random_bits(key, index)
+            bits = random_bits(key, index, index.to(tl.int32) * 0)
+        else:
+            bits = random_bits(key, tl.load(row + BASE) + block * TILE, within)
     if (HALF_PARAM & KIND) != 0:
         if (ROUNDED & KIND) != 0:
             _store(param_ptr, stochastic(w, bits & 0xFFFF), mask, MASKED)

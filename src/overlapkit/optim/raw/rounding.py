@@ -20,9 +20,10 @@ def mix(x):
 
 
 @triton.jit
-def random_bits(key, index):
-    """32 random bits for each global element index (int64), given a parameter's key in this step (uint32)."""
-    low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+def random_bits(key, start, lanes):
+    """32 random bits for each global element index start + lanes (int64, int32), given a key (uint32)."""
+    low = start.to(tl.uint32) + lanes.to(tl.uint32)
+    high = (start >> 32).to(tl.uint32) + (low < lanes.to(tl.uint32)).to(tl.uint32)
     return mix(mix(low + key) ^ (high + mix(key ^ 0x9E3779B9)))
 
 
@@ -58,16 +59,16 @@ def join(high, low):
 @triton.jit
 def signed_value(code, scale):
     """The number of an int8 code: its square, with its sign, so that codes lie densest around zero."""
-    part = tl.div_rn(code.to(tl.float32), 127.0)
-    return part * tl.abs(part) * scale
+    number = code.to(tl.float32)
+    return number * tl.abs(number) * (scale * (1.0 / 16129.0))
 
 
 @triton.jit
 def signed_code(x, scale, random):
     """Round to a code at random, without bias. `scale` is the largest |x| of the block."""
-    y = tl.div_rn(tl.abs(x), tl.where(scale > 0, scale, 1.0))
-    below = tl.minimum(tl.floor(tl.sqrt_rn(y) * 127.0), 126.0)
-    share = tl.div_rn(y * 16129.0 - below * below, 2.0 * below + 1.0)
+    y = tl.abs(x) * (16129.0 / tl.where(scale > 1e-30, scale, 1.0))
+    below = tl.minimum(tl.floor(tl.sqrt(y)), 126.0)
+    share = (y - below * below) / (2.0 * below + 1.0)
     code = below + (random.to(tl.float32) * 1.52587890625e-05 < share).to(tl.float32)
     return tl.where(x < 0, -code, code).to(tl.int8)
 
@@ -75,16 +76,17 @@ def signed_code(x, scale, random):
 @triton.jit
 def unsigned_value(code, scale):
     """The number of a uint8 code: its fourth power, since it is the root of it that divides."""
-    part = tl.div_rn(code.to(tl.float32), 255.0)
-    return part * part * (part * part) * scale
+    number = code.to(tl.float32)
+    square = number * number
+    return square * square * (scale * (1.0 / 4228250625.0))
 
 
 @triton.jit
 def unsigned_code(x, scale, random):
     """Round to a code at random, without bias, but never to zero what is none: it divides."""
-    y = tl.div_rn(x, tl.where(scale > 0, scale, 1.0))
-    below = tl.minimum(tl.floor(tl.sqrt_rn(tl.sqrt_rn(y)) * 255.0), 254.0)
+    y = x * (4228250625.0 / tl.where(scale > 1e-30, scale, 1.0))
+    below = tl.minimum(tl.floor(tl.sqrt(tl.sqrt(y))), 254.0)
     square, above = below * below, (below + 1.0) * (below + 1.0)
-    share = tl.div_rn(y * 4228250625.0 - square * square, above * above - square * square)
+    share = (y - square * square) / (above * above - square * square)
     code = below + (random.to(tl.float32) * 1.52587890625e-05 < share).to(tl.float32)
     return tl.where(x > 0, tl.maximum(code, 1.0), 0.0).to(tl.uint8)
