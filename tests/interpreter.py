@@ -21,6 +21,7 @@ import torch
 
 from overlapkit import launch
 from overlapkit.kernels import raw
+from overlapkit.optim import raw as optim_raw
 
 
 @contextlib.contextmanager
@@ -59,7 +60,11 @@ def interpreter() -> Iterator[None]:
 
 def _raw_modules() -> list[ModuleType]:
     """All of them, imported now: inside the block Triton would decorate them for the interpreter only."""
-    return [import_module(f"{raw.__name__}.{info.name}") for info in pkgutil.iter_modules(raw.__path__)]
+    return [
+        import_module(f"{package.__name__}.{info.name}")
+        for package in (raw, optim_raw)
+        for info in pkgutil.iter_modules(package.__path__)
+    ]
 
 
 def _rounding(convert: Any) -> Any:

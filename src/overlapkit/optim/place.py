@@ -34,8 +34,8 @@ def place_of(param: Tensor) -> Place:
     cut = [dim for dim in range(param.dim()) if shape[dim] != param.shape[dim]]
     if len([dim for dim in cut if dim != 0]) > 1:
         raise NotImplementedError(
-            f"params has one of shape {tuple(param.shape)} sharded along dimensions {cut}: rounding at random "
-            "needs at most one besides the first; use precision='bf16_master' and moments='fp32'"
+            f"params has one of shape {tuple(param.shape)} sharded along dimensions {cut}: rounding at "
+            "random needs at most one besides the first; use precision='bf16_master' and moments='fp32'"
         )
     dim = max(cut, default=0)
     inner, outer = (math.prod(sizes[dim:]) for sizes in (shape, param.shape))

@@ -52,6 +52,11 @@ def form_of(param: Tensor, precision: str | None, moments: str, amsgrad: bool) -
     return Form(mode, kept, amsgrad)
 
 
+def at_random(form: Form) -> bool:
+    """Whether anything of it is rounded at random."""
+    return form.mode == ROUNDED or form.moments != FP32
+
+
 def row_of(param: Tensor) -> int:
     """Elements behind one index of the first dimension. Blocks of int8 moments end where it does."""
     return math.prod(param.shape[1:])
@@ -83,7 +88,9 @@ def local(tensor: Tensor) -> Tensor:
 def nbytes(params: Sequence[Tensor], forms: Sequence[Form]) -> int:
     """Bytes of the allocation that `make` would make."""
     return sum(
-        _padded(local(param).numel() * part.dtype.itemsize if part.shape is None else 4 * math.prod(part.shape))
+        _padded(
+            local(param).numel() * part.dtype.itemsize if part.shape is None else 4 * math.prod(part.shape)
+        )
         for param, form in zip(params, forms, strict=True)
         for part in parts(param, form)
     ) + _padded(4 * len(params))
@@ -138,6 +145,19 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
         return None
     like = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
     return like.stride()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it fills a stretch of memory, in whatever order, each element in a place of its own."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda x: (x[1], x[0])):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def _padded(size: int) -> int:

@@ -1,4 +1,4 @@
-"""The table that tells the kernel where everything is: in device memory, copied there only where it changed."""
+"""The table that tells the kernel where everything is: in device memory, sent only when it changed."""
 
 import struct
 from bisect import bisect_right
@@ -14,7 +14,7 @@ from overlapkit import launch
 from overlapkit.optim import columns as c
 from overlapkit.optim.place import place_of, shards_over
 from overlapkit.optim.rounding import mix
-from overlapkit.optim.state import Form, local, row_of
+from overlapkit.optim.state import Form, at_random, local, row_of
 
 _GRADS = {torch.float32: 0, torch.bfloat16: c.GRAD_BF16, torch.float16: c.GRAD_FP16}
 _PROGRAMS = 16  # a processor: some waves of them, so that none waits long for the last
@@ -73,25 +73,35 @@ class Table:
         rows[-1, c.FIRST_BLOCK] = self.n_blocks
         starts = [bisect_right(ends, self.n_blocks * p // self.programs) - 1 for p in range(self.programs)]
         self.rows = _sent(np.concatenate([rows.ravel(), np.array(starts, np.int64)]), self.device)[0]
-        self._fixed = [
-            t for e in entries for t in (local(e.param), *(local(s) for s in e.state.values()))
-        ]
+        self._fixed = [t for e in entries for t in (local(e.param), *(local(s) for s in e.state.values()))]
         self._numbers: tuple[Any, ...] = ()
         self._pointers: list[int] = []
-        self._kept: list[Tensor] = []  # what captured graphs read
+        self._kept: list[Tensor] = []
         self.tensors: list[Tensor] = []
         self.live: Tensor | None = None
         self._spare: Tensor | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph reads it: then it must live as long as that."""
+        return bool(self._kept)
+
+    @property
+    def n_sums(self) -> int:
+        """Sums of squares that the update adds up: `summed_over_meshes` leaves one for each mesh."""
+        return len(self.meshes) * (self.programs if self.meshes == [None] else 1)
 
     def fits(self, grads: Sequence[Tensor]) -> bool:
         """Whether gradients at other addresses can be put in: they are of the same dtypes and alignment."""
         return [(g.dtype, g.data_ptr() % 16 == 0) for g in grads] == self._like
 
-    def refresh(self, grads: Sequence[Tensor], groups: Sequence[dict[str, Any]], max_norm: float | None) -> None:
+    def refresh(
+        self, grads: Sequence[Tensor], groups: Sequence[dict[str, Any]], max_norm: float | None
+    ) -> None:
         """Put in the gradients' addresses and the groups' numbers; copies nothing if they are as before."""
         pointers = [g.data_ptr() for g in grads]
         numbers, on_device = _numbers(groups, self.device)
-        head = (len(grads), self.n_blocks, len(self.meshes) * self.programs, max_norm or 0.0)
+        head = (len(grads), self.n_blocks, self.n_sums, max_norm or 0.0)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self.tensors = [*self._fixed, *grads, *on_device]
         if (pointers, (head, numbers)) == (self._pointers, self._numbers) and not capturing:
@@ -107,7 +117,9 @@ class Table:
             return
         self._pointers, self._numbers = pointers, (head, numbers)
         if self._spare is None and self.device.type == "cuda":
-            self._spare = torch.empty_like(host, pin_memory=True)  # none can be made while capturing
+            self._spare = torch.empty(
+                len(words), dtype=torch.int64, pin_memory=True
+            )  # none can be made while capturing
 
 
 def _kind(entry: Entry, grad: Tensor) -> int:
@@ -117,7 +129,7 @@ def _kind(entry: Entry, grad: Tensor) -> int:
         kind |= c.HALF_PARAM
     if form.amsgrad:
         kind |= c.AMSGRAD
-    if _at_random(form):
+    if at_random(form):
         place = place_of(entry.param)
         if place.inner != place.outer:
             kind |= c.SPLIT
@@ -128,10 +140,6 @@ def _kind(entry: Entry, grad: Tensor) -> int:
     if all(t.data_ptr() % 16 == 0 for t in held):
         kind |= c.ALIGNED
     return kind
-
-
-def _at_random(form: Form) -> bool:
-    return form.mode == c.ROUNDED or form.moments != c.FP32
 
 
 def _blocks(entry: Entry) -> int:
@@ -151,7 +159,7 @@ def _row(entry: Entry, kind: int, first: int, mesh: int) -> list[int]:
     row[c.LOW] = 0 if low is None else local(low).data_ptr()
     row[c.NUMEL], row[c.FIRST_BLOCK], row[c.KIND], row[c.GROUP] = here.numel(), first, kind, entry.group
     row[c.MESH], row[c.KEY] = mesh, mix(entry.number)
-    if _at_random(entry.form):
+    if at_random(entry.form):
         row[c.BASE], row[c.INNER], row[c.OUTER] = place_of(entry.param)
     row[c.COLS] = row_of(entry.param) if here.dim() else 1
     row[c.BLOCKS_A_ROW] = -(-row[c.COLS] // c.LANES)

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """AdamW over every tensor of a table in one launch, and the sum of squares that clipping needs in another.
 
 Programs get equally many tiles, one after the other through all tensors. Each reads what it must know of a
@@ -126,8 +126,8 @@ def _tile(
         m = signed_value(_load(m_ptr, mask, MASKED), tl.load(scale_ptr, mask=there, other=0.0))
         v = unsigned_value(_load(v_ptr, mask, MASKED), tl.load(scale_sq_ptr, mask=there, other=0.0))
     w = w * decay
-    m = m + keep1 * (g - m)
-    v = v * beta2 + keep2 * g * g
+    m = m + (g - m) * keep1
+    v = v * beta2 + g * keep2 * g
     largest = v
     if (AMSGRAD & KIND) != 0:
         if ((BF16 | INT8) & KIND) == 0:
@@ -136,7 +136,7 @@ def _tile(
         else:
             max_ptr = _at(tl.load(row + MAX_SQ), tl.int16, KIND) + offsets
             largest = tl.maximum(widen(_load(max_ptr, mask, MASKED)), v)
-    w = w - step_size * (m / (tl.sqrt(largest) / root2 + eps))
+    w = w - m / (tl.sqrt(largest) / root2 + eps) * step_size
     if ((ROUNDED | BF16 | INT8) & KIND) != 0:
         if (SPLIT & KIND) != 0 or ((INT8 & KIND) != 0 and (WHOLE_ROWS & KIND) == 0):
             inner = tl.load(row + INNER)
@@ -279,7 +279,9 @@ def update(
         for start in range(0, n_tensors, 1024):
             at = start + tl.arange(0, 1024)
             there = at < n_tensors
-            step_ptr = tl.load(rows_ptr + at * ROW + STEP, mask=there, other=0).to(tl.pointer_type(tl.float32))
+            step_ptr = tl.load(rows_ptr + at * ROW + STEP, mask=there, other=0).to(
+                tl.pointer_type(tl.float32)
+            )
             tl.store(step_ptr, tl.load(step_ptr, mask=there, other=0.0) + 1.0, mask=there)
 
 

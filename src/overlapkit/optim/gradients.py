@@ -1,0 +1,44 @@
+"""Gradients as the kernels read them: this rank's part, in the parameter's layout, in one of three dtypes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlapkit.optim.state import local
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def laid_out(param: Tensor, grad: Tensor) -> Tensor:
+    """This rank's part of a gradient, dense like the parameter's; itself wherever it is so already."""
+    here, found = local(param), as_placed(param, grad)
+    if found.dtype not in DTYPES:
+        found = found.to(torch.float32)
+    if found.stride() == here.stride() or (found.is_contiguous() and here.is_contiguous()):
+        return found
+    like = torch.empty_like(here, dtype=found.dtype, memory_format=torch.preserve_format, requires_grad=False)
+    return like.copy_(found)
+
+
+def as_placed(param: Tensor, grad: Tensor) -> Tensor:
+    """This rank's part of a gradient, on the placements of its parameter."""
+    if local(grad) is grad:
+        return grad
+    sharded: Any = grad
+    like: Any = param
+    if local(param) is not param and sharded.placements != like.placements:
+        sharded = sharded.redistribute(placements=like.placements)
+    found: Any = sharded._local_tensor
+    whole: Tensor = found.wait() if hasattr(found, "wait") else found  # a collective may not have ended
+    return whole
+
+
+def check_dense(grad: Tensor) -> None:
+    """Refuse what has no place for most of its elements.
+
+    Raises:
+        RuntimeError: It is sparse.
+    """
+    if grad.is_sparse or grad.layout != torch.strided:
+        raise RuntimeError("AdamW does not support sparse gradients: use torch.optim.SparseAdam")

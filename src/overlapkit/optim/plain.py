@@ -1,0 +1,180 @@
+"""AdamW in plain torch, for what torch's own kernels do not have: the same numbers as the Triton kernel's."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlapkit.optim import rounding
+from overlapkit.optim.columns import BF16, INT8, KAHAN, LANES, MASTER, ROUNDED
+from overlapkit.optim.place import Place, place_of
+from overlapkit.optim.state import at_random, local, row_of
+from overlapkit.optim.table import Entry
+
+CHUNK = 2**16
+"""Elements at a time: what is computed in between stays in a core's cache."""
+
+
+class Numbers(NamedTuple):
+    """What all elements of one parameter share in one step, rounded from float64 once."""
+
+    decay: float
+    keep1: float
+    beta2: float
+    keep2: float
+    step_size: float
+    root2: float
+    eps: float
+    key: int
+
+
+def update(entry: Entry, grad: Tensor, group: dict[str, Any], factor: Tensor | None) -> None:
+    """One AdamW step of one parameter, in place.
+
+    Args:
+        entry: The parameter and its state, whose step has been counted up.
+        grad: Its gradient on this rank, in the parameter's layout, any floating dtype.
+        group: Its group.
+        factor: What the gradient is multiplied with, fp32 (), or None.
+    """
+    numbers = _numbers(entry, group)
+    param, state = local(entry.param), entry.state
+    place = place_of(entry.param) if at_random(entry.form) else None
+    if param.numel() == 0:
+        return
+    flat = {
+        name: _flat(local(t)) for name, t in state.items() if name != "step" and not name.endswith("scale")
+    }
+    scales = {name: local(t) for name, t in state.items() if name.endswith("scale")}
+    flat_param, flat_grad = _flat(param), _flat(grad)
+    rows = max(1, CHUNK // row_of(entry.param)) if entry.form.moments == INT8 else 0
+    size = rows * row_of(entry.param) if rows else CHUNK
+    for at in range(0, param.numel(), size):
+        part = {name: t[at : at + size] for name, t in flat.items()}
+        if rows:
+            first = at // row_of(entry.param)
+            part |= {name: t[first : first + rows] for name, t in scales.items()}
+        g = flat_grad[at : at + size].to(torch.float32)
+        if factor is not None:
+            g = g * factor
+        if group["maximize"]:
+            g = -g
+        _chunk(entry, flat_param[at : at + size], g, part, numbers, place, at)
+
+
+def _numbers(entry: Entry, group: dict[str, Any]) -> Numbers:
+    step = float(entry.state["step"])
+    beta1, beta2, lr = (float(x) for x in (*group["betas"], group["lr"]))
+    return Numbers(
+        decay=1 - lr * float(group["weight_decay"]),
+        keep1=1 - beta1,
+        beta2=beta2,
+        keep2=1 - beta2,
+        step_size=lr / (1 - beta1**step),
+        root2=math.sqrt(1 - beta2**step),
+        eps=float(group["eps"]),
+        key=rounding.step_key(rounding.mix(entry.number), int(step)),
+    )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Dense memory as a vector, in the order in which it lies there."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _chunk(
+    entry: Entry, param: Tensor, g: Tensor, part: dict[str, Tensor], n: Numbers, place: Place | None, at: int
+) -> None:
+    """Update elements `at` and on of a parameter; `part` holds their state."""
+    form = entry.form
+    if form.mode == MASTER:
+        w = rounding.join(param, part["remainder"])
+    else:
+        w = param.to(torch.float32)
+        if form.mode == KAHAN:
+            w = w + part["compensation"].to(torch.float32)
+    m, v = _moments(entry, part)
+    w = w * n.decay
+    m = m + (g - m) * n.keep1
+    v = v * n.beta2 + g * n.keep2 * g
+    largest = torch.maximum(part["max_exp_avg_sq"].to(torch.float32), v) if form.amsgrad else v
+    w = w - m / (largest.sqrt() / n.root2 + n.eps) * n.step_size
+    bits = None if place is None else rounding.random_bits(n.key, _index(place, at, len(g), g.device))
+    if form.mode == ROUNDED:
+        assert bits is not None
+        param.copy_(rounding.stochastic(w, rounding.low_half(bits)))
+    elif form.mode == MASTER:
+        high, low = rounding.split(w)
+        param.copy_(high)
+        part["remainder"].copy_(low)
+    else:
+        param.copy_(w)
+        if form.mode == KAHAN:
+            part["compensation"].copy_(w - param.to(torch.float32))
+    _keep(entry, part, m, v, largest, bits)
+
+
+def _moments(entry: Entry, part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    if entry.form.moments != INT8:
+        return part["exp_avg"].to(torch.float32), part["exp_avg_sq"].to(torch.float32)
+    n = row_of(entry.param)
+    m = rounding.signed_value(in_blocks(part["exp_avg"], n), part["exp_avg_scale"].unsqueeze(-1))
+    v = rounding.unsigned_value(in_blocks(part["exp_avg_sq"], n), part["exp_avg_sq_scale"].unsqueeze(-1))
+    return out_of_blocks(m, n), out_of_blocks(v, n)
+
+
+def _keep(
+    entry: Entry, part: dict[str, Tensor], m: Tensor, v: Tensor, largest: Tensor, bits: Tensor | None
+) -> None:
+    if entry.form.moments == INT8:
+        assert bits is not None
+        encode(part, m, v, row_of(entry.param), bits)
+    elif entry.form.moments == BF16:
+        assert bits is not None
+        other = rounding.other_bits(bits)
+        part["exp_avg"].copy_(rounding.stochastic(m, rounding.high_half(bits)))
+        part["exp_avg_sq"].copy_(rounding.stochastic(v, rounding.high_half(other)))
+        if entry.form.amsgrad:
+            part["max_exp_avg_sq"].copy_(rounding.stochastic(largest, rounding.low_half(other)))
+    else:
+        part["exp_avg"].copy_(m)
+        part["exp_avg_sq"].copy_(v)
+        if entry.form.amsgrad:
+            part["max_exp_avg_sq"].copy_(largest)
+
+
+def encode(part: dict[str, Tensor], m: Tensor, v: Tensor, n_cols: int, bits: Tensor | None) -> None:
+    """Store fp32 moments, flat whole rows, as int8: at random given random bits, else to the nearest."""
+    wide_m, wide_v = in_blocks(m, n_cols), in_blocks(v, n_cols)
+    scale, scale_sq = rounding.scale_of(wide_m), rounding.scale_of(wide_v)
+    random = random_sq = None
+    if bits is not None:
+        random = in_blocks(rounding.high_half(bits), n_cols)
+        random_sq = in_blocks(rounding.high_half(rounding.other_bits(bits)), n_cols)
+    part["exp_avg"].copy_(out_of_blocks(rounding.signed_code(wide_m, scale, random), n_cols))
+    part["exp_avg_sq"].copy_(out_of_blocks(rounding.unsigned_code(wide_v, scale_sq, random_sq), n_cols))
+    part["exp_avg_scale"].copy_(scale.squeeze(-1))
+    part["exp_avg_sq_scale"].copy_(scale_sq.squeeze(-1))
+
+
+def in_blocks(flat: Tensor, n_cols: int) -> Tensor:
+    """Whole rows as (rows, blocks, LANES), the last block of each filled up with zeros."""
+    rows = flat.view(-1, n_cols)
+    rest = -n_cols % LANES
+    if rest:
+        rows = torch.cat([rows, rows.new_zeros(rows.shape[0], rest)], dim=1)
+    return rows.view(rows.shape[0], -1, LANES)
+
+
+def out_of_blocks(blocks: Tensor, n_cols: int) -> Tensor:
+    """What `in_blocks` made, flat again."""
+    return blocks.flatten(1)[:, :n_cols].reshape(-1)
+
+
+def _index(place: Place, at: int, size: int, device: torch.device) -> Tensor:
+    """Global indices of local elements, int64."""
+    index = torch.arange(at, at + size, device=device)
+    if place.inner != place.outer:
+        index = index // place.inner * place.outer + index % place.inner
+    return index.add_(place.base)

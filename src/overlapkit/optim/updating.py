@@ -1,0 +1,208 @@
+"""One step of some parameters: through the kernel, through torch's own, or in plain torch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from overlapkit import launch
+from overlapkit.optim import plain
+from overlapkit.optim.clip import clip_by_global_norm_, clip_factor, global_norm, summed_over_meshes
+from overlapkit.optim.columns import FP32, PLAIN
+from overlapkit.optim.gradients import laid_out
+from overlapkit.optim.state import is_dense, local
+from overlapkit.optim.table import Entry, Table
+
+_IN_KERNEL = (torch.float32, torch.bfloat16)  # parameters; gradients may be fp16, too
+
+
+class Updater:
+    """Steps the same parameters again and again.
+
+    Args:
+        entries: The parameters that have a gradient.
+        groups: All groups; how torch computes (`foreach`, `fused`, `capturable`) is taken from the first.
+        graphs: Takes what captured CUDA graphs read, which must outlive this object.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], groups: Sequence[dict[str, Any]], graphs: list[Table]
+    ) -> None:
+        self._entries = list(entries)
+        self._graphs = graphs
+        self._in_kernel: dict[torch.device, list[int]] = {}
+        self._by_torch: list[int] = []
+        self._plainly: list[int] = []
+        for i, entry in enumerate(entries):
+            here, group = local(entry.param), groups[entry.group]
+            own = group.get("fused") is not False and is_dense(here) and here.dtype in _IN_KERNEL
+            if own and launch.through_triton(here):
+                self._in_kernel.setdefault(here.device, []).append(i)
+            elif entry.form.mode == PLAIN and entry.form.moments == FP32:
+                self._by_torch.append(i)
+            else:
+                self._plainly.append(i)
+        self._tables: dict[torch.device, Table] = {}
+        self._changed = [
+            t for i in sum(self._in_kernel.values(), []) for t in _memory(self._entries[i].param)
+        ]
+
+    @torch.no_grad()
+    def step(
+        self,
+        grads: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        max_norm: float | None,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+        done: dict[torch.device, Tensor],
+    ) -> Tensor | None:
+        """Update all parameters.
+
+        Args:
+            grads: Their gradients, DTensors or plain, of any strides and floating dtype.
+            groups: All groups.
+            max_norm: Clip to this global norm, or None.
+            scale: What gradients are to be divided by first, or None.
+            found_inf: Not zero where nothing is to be updated, or None.
+            done: The kernel's counter on each device, kept from step to step.
+
+        Returns:
+            The global norm of the gradients after division by scale; None without `max_norm`.
+        """
+        norm = factor = None
+        whole = len(self._in_kernel) == 1 and not (self._by_torch or self._plainly)
+        if max_norm is not None and not whole:
+            norm = global_norm(grads)
+            if scale is not None:
+                norm = norm / scale
+            factor = clip_factor(max_norm, norm)
+            plainly = set(self._plainly)
+            in_place = [grad for i, grad in enumerate(grads) if i not in plainly]
+            clip_by_global_norm_(in_place, max_norm, norm)
+            max_norm = None
+        for device, places in self._in_kernel.items():
+            flat = [laid_out(self._entries[i].param, grads[i]) for i in places]
+            found = self._launch(device, places, flat, groups, max_norm, scale, found_inf, done)
+            norm = norm if found is None else found
+        if self._changed:
+            torch.autograd.graph.increment_version(self._changed)
+        if self._plainly:
+            self._step_plainly(grads, groups, factor, scale, found_inf)
+        self._step_by_torch(grads, groups, scale, found_inf)
+        return norm
+
+    def _launch(
+        self,
+        device: torch.device,
+        places: list[int],
+        grads: list[Tensor],
+        groups: Sequence[dict[str, Any]],
+        max_norm: float | None,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+        done: dict[torch.device, Tensor],
+    ) -> Tensor | None:
+        from overlapkit.optim.raw import launcher
+
+        table = self._tables.get(device)
+        if table is None or not table.fits(grads):
+            table = self._tables[device] = Table([self._entries[i] for i in places], grads)
+        table.refresh(grads, groups, max_norm)
+        if table.captured and table not in self._graphs:
+            self._graphs.append(table)
+        if device not in done:
+            done[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        sums = norm = None
+        if max_norm is not None:
+            sums = summed_over_meshes(launcher.squares(table), table.meshes)
+            norm = torch.empty((), device=device)
+        scale, found_inf = (t if t is None else t.to(device, torch.float32) for t in (scale, found_inf))
+        launcher.update(table, done[device], scale, found_inf, sums, norm)
+        return norm
+
+    def _step_plainly(
+        self,
+        grads: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        factor: Tensor | None,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """On the CPU only: it looks at numbers."""
+        if found_inf is not None and found_inf.item():
+            return
+        if scale is not None:
+            factor = 1.0 / scale if factor is None else factor * (1.0 / scale)
+        for i in self._plainly:
+            entry = self._entries[i]
+            entry.state["step"].add_(1)
+            plain.update(entry, laid_out(entry.param, grads[i]), groups[entry.group], factor)
+
+    def _step_by_torch(
+        self,
+        grads: Sequence[Tensor],
+        groups: Sequence[dict[str, Any]],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        for index, group in enumerate(groups):
+            mine = [i for i in self._by_torch if self._entries[i].group == index]
+            # one operator takes no mixture of DTensors and plain ones, which shard(ignored=...) leaves
+            # behind; and torch's fused kernel takes all memory for dense
+            for alike in ((s, d) for s in (False, True) for d in (False, True)):
+                part = [i for i in mine if _alike(self._entries[i].param) == alike]
+                if part:
+                    self._call_torch(part, grads, group, scale, found_inf, dense=alike[1])
+
+    def _call_torch(
+        self,
+        places: list[int],
+        grads: Sequence[Tensor],
+        group: dict[str, Any],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+        *,
+        dense: bool,
+    ) -> None:
+        entries = [self._entries[i] for i in places]
+        states = [entry.state for entry in entries]
+        beta1, beta2 = group["betas"]
+        how: dict[str, Any] = {"foreach": group.get("foreach"), "fused": group.get("fused")}
+        adamw(
+            [entry.param for entry in entries],
+            [_in_layout_of(self._entries[i].param, grads[i]) for i in places],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+            [state["step"] for state in states],
+            **(how if dense else {"foreach": False, "fused": False}),
+            capturable=group.get("capturable", False),
+            grad_scale=scale,
+            found_inf=found_inf,
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+def _memory(param: Tensor) -> list[Tensor]:
+    """The tensors whose version counters tell of a change: of a DTensor its own and its local part's."""
+    return [param] if local(param) is param else [param, local(param)]
+
+
+def _alike(param: Tensor) -> tuple[bool, bool]:
+    return local(param) is not param, is_dense(local(param))
+
+
+def _in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient with the parameter's strides: torch's fused kernel walks both as flat memory."""
+    if grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)
