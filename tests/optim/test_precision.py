@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import overlapkit as ok
 from overlapkit.optim import rounding
-from overlapkit.optim.adamw import AdamW
+from overlapkit.optim.optimizer import AdamW
 from overlapkit.optim.state import make
 from tests.interpreter import interpreter
 

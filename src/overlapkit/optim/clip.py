@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlapkit import launch
 from overlapkit.optim.arguments import check_clip
+from overlapkit.optim.columns import FP32, PLAIN
 from overlapkit.optim.gradients import check_dense
-from overlapkit.optim.state import local
+from overlapkit.optim.state import Form, is_dense, local
+from overlapkit.optim.table import Entry, Table
 
 _EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm that it divides by
 
@@ -24,14 +27,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for plain tensors and DTensors on any mixture of meshes.
 
-    `AdamW(max_norm=...)` does the same inside its step, without writing the gradients.
+    On a GPU two launches for all gradients of all dtypes, and no host synchronisation. `AdamW(max_norm=...)`
+    does the same inside its step, without writing the gradients.
 
     Args:
         parameters: Parameters, those without a gradient included, on one device.
         max_norm: The largest norm allowed.
         norm_type: 2 or inf.
-        error_if_nonfinite: Raise where the norm is no number; waits for the device.
-        foreach: As in torch, and without effect on the result.
+        error_if_nonfinite: Raise where the norm is not finite; waits for the device.
+        foreach: Accepted as torch accepts it; there is one way to compute here.
 
     Returns:
         The norm before clipping, a plain 0-d tensor, the same on every rank.
@@ -45,6 +49,9 @@ def clip_grad_norm_(
     grads = [p.grad for p in listed if p.grad is not None]
     for grad in grads:
         check_dense(grad)
+    clipped = None if error_if_nonfinite else _in_two_launches(grads, max_norm, norm_type)
+    if clipped is not None:
+        return clipped
     norm = global_norm(grads, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -102,7 +109,28 @@ def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (norm + _EPS), max=1.0)
 
 
-def summed_over_meshes(sums: Tensor, meshes: Sequence[tuple[Any, tuple[int, ...]] | None]) -> Tensor:
+def _in_two_launches(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+    """Clip through the kernels, or return None: they take dense gradients on one device, no partial sums."""
+    flat = [local(grad) for grad in grads]
+    if len({g.device for g in flat}) != 1 or not all(launch.through_triton(g) and is_dense(g) for g in flat):
+        return None
+    if any(placement.is_partial() for grad in grads for placement in getattr(grad, "placements", ())):
+        return None
+    from overlapkit.optim.raw import launcher
+
+    largest = float(norm_type) != 2.0
+    form = Form(PLAIN, FP32, False)
+    table = Table([Entry(grad, form, {}, 0, 0) for grad in grads], flat)
+    table.refresh(flat, (), max_norm)
+    sums = summed_over_meshes(launcher.squares(table, largest=largest), table.meshes, largest=largest)
+    norm = launcher.multiply(table, sums, largest=largest)
+    torch.autograd.graph.increment_version([*grads, *flat])
+    return norm
+
+
+def summed_over_meshes(
+    sums: Tensor, meshes: Sequence[tuple[Any, tuple[int, ...]] | None], *, largest: bool = False
+) -> Tensor:
     """Sums of squares of shards, one row for each mesh (M, P), such that all that is returned adds up.
 
     Each row is added up over the ranks between which its gradients are sharded; what is replicated is
@@ -110,13 +138,14 @@ def summed_over_meshes(sums: Tensor, meshes: Sequence[tuple[Any, tuple[int, ...]
     """
     if all(mesh is None for mesh in meshes):
         return sums
-    totals = sums.sum(1)
+    totals = sums.view(torch.int32).amax(1) if largest else sums.sum(1)  # bits order NaN above all numbers
+    op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
     for row, found in enumerate(meshes):
         if found is not None:
             mesh, dims = found
             for dim in dims:
-                torch.distributed.all_reduce(totals[row], group=mesh.get_group(dim))
-    return totals
+                torch.distributed.all_reduce(totals[row], op, group=mesh.get_group(dim))
+    return totals.view(torch.float32)
 
 
 def _norm(grads: list[Tensor], norm_type: float) -> Tensor:

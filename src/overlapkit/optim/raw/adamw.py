@@ -214,19 +214,38 @@ def _tiles(row, grad_address, group_ptr, block, stop, factor, KIND: tl.constexpr
 
 
 @triton.jit
-def _clipped(live_ptr, sums_ptr, norm_ptr, unscale):
+def _clipped(live_ptr, sums_ptr, norm_ptr, unscale, LARGEST: tl.constexpr):
     """What the gradients are multiplied with. Each program adds the same sums in the same order."""
     n_sums = tl.load(live_ptr + N_SUMS)
     max_norm = tl.load(live_ptr + MAX_NORM).to(tl.float64, bitcast=True).to(tl.float32)
-    total = tl.full((1024,), 0.0, tl.float32)
+    total = _nothing((1024,), LARGEST)
     for start in range(0, n_sums, 1024):
         at = start + tl.arange(0, 1024)
-        total += tl.load(sums_ptr + at, mask=at < n_sums, other=0.0)
-    norm = tl.sqrt_rn(tl.sum(total, axis=0)) * unscale
+        total = _with(total, tl.load(sums_ptr + at, mask=at < n_sums, other=0.0), LARGEST)
+    if LARGEST:
+        norm = tl.max(total, axis=0).to(tl.float32, bitcast=True) * unscale
+    else:
+        norm = tl.sqrt_rn(tl.sum(total, axis=0)) * unscale
     if tl.program_id(0) == 0:
         tl.store(norm_ptr, norm)
     share = tl.div_rn(max_norm, norm + 1e-6)  # the same 1e-6 as in torch.nn.utils.clip_grad_norm_
     return tl.where(share > 1.0, 1.0, share) * unscale  # NaN stays NaN
+
+
+@triton.jit
+def _nothing(shape: tl.constexpr, LARGEST: tl.constexpr):
+    """Sums start at zero, and so do the bits of the largest number without a sign."""
+    if LARGEST:
+        return tl.full(shape, 0, tl.int32)
+    return tl.full(shape, 0.0, tl.float32)
+
+
+@triton.jit
+def _with(total, x, LARGEST: tl.constexpr):
+    """Add fp32 numbers to sums; or to the largest, as bits: these order NaN above all numbers."""
+    if LARGEST:
+        return tl.maximum(total, tl.abs(x).to(tl.int32, bitcast=True))
+    return total + x
 
 
 @kernel
@@ -251,7 +270,7 @@ def update(
     if HAS_SCALE:
         factor = tl.div_rn(factor, tl.load(scale_ptr))
     if CLIP:
-        factor = _clipped(live_ptr, sums_ptr, norm_ptr, factor)
+        factor = _clipped(live_ptr, sums_ptr, norm_ptr, factor, False)
     block, end = n_blocks * program // programs, n_blocks * (program + 1) // programs
     skip = False
     if HAS_FOUND_INF:
@@ -293,13 +312,17 @@ def squares(
     KINDS: tl.constexpr,
     N_KINDS: tl.constexpr,
     N_MESHES: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
-    """Each program's sum of the squares of its gradients, one for each mesh: fp32 (N_MESHES, programs)."""
+    """Each program's sum of the squares of its gradients, one for each mesh: fp32 (N_MESHES, programs).
+
+    With LARGEST the largest absolute value in place of the sum.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
     n_tensors, n_blocks = tl.load(live_ptr + N_TENSORS), tl.load(live_ptr + N_BLOCKS)
     end = n_blocks * (program + 1) // programs
     for mesh in range(N_MESHES):
-        total = tl.full((8, 128), 0.0, tl.float32)
+        total = _nothing((8, 128), LARGEST)
         block = n_blocks * program // programs
         tensor = tl.load(rows_ptr + (n_tensors + 1) * ROW + program)
         while block < end:
@@ -311,21 +334,76 @@ def squares(
             if tl.load(row + MESH_AT) == mesh:
                 for place in tl.static_range(N_KINDS):
                     if kind == place:
-                        total += _sum_of_squares(address, block - first, stop - first, numel, KINDS[place])
+                        total = _over(
+                            total, address, block - first, stop - first, numel, KINDS[place], LARGEST
+                        )
             block = stop
             tensor += 1
-        tl.store(sums_ptr + mesh * programs + program, tl.sum(tl.sum(total, axis=1), axis=0))
+        if LARGEST:
+            found = tl.max(tl.max(total, axis=1), axis=0).to(tl.float32, bitcast=True)
+        else:
+            found = tl.sum(tl.sum(total, axis=1), axis=0)
+        tl.store(sums_ptr + mesh * programs + program, found)
 
 
 @triton.jit
-def _sum_of_squares(address, block, stop, numel, KIND: tl.constexpr):
-    offsets = tl.arange(0, 8)[:, None] * LANES + tl.arange(0, 128)[None, :]
-    total = tl.full((8, 128), 0.0, tl.float32)
+def _over(total, address, block, stop, numel, KIND: tl.constexpr, LARGEST: tl.constexpr):
+    """Add tiles `block` to `stop` of a gradient to sums of squares."""
+    within = tl.arange(0, 8)[:, None] * LANES + tl.arange(0, 128)[None, :]
     for at in range(block, stop):
         at = tl.cast(at, tl.int64)
         if (at + 1) * TILE <= numel:
-            g = _gradient(address, at * TILE + offsets, offsets >= 0, KIND, False)
+            g = _gradient(address, at * TILE + within, within >= 0, KIND, False)
         else:
-            g = _gradient(address, at * TILE + offsets, at * TILE + offsets < numel, KIND, True)
-        total += g * g
+            g = _gradient(address, at * TILE + within, at * TILE + within < numel, KIND, True)
+        total = _with(total, g if LARGEST else g * g, LARGEST)
     return total
+
+
+@kernel
+def multiply(
+    rows_ptr,
+    live_ptr,
+    sums_ptr,
+    norm_ptr,
+    KINDS: tl.constexpr,
+    N_KINDS: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Clip the gradients in place."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    n_tensors, n_blocks = tl.load(live_ptr + N_TENSORS), tl.load(live_ptr + N_BLOCKS)
+    factor = _clipped(live_ptr, sums_ptr, norm_ptr, tl.cast(1.0, tl.float32), LARGEST)
+    block, end = n_blocks * program // programs, n_blocks * (program + 1) // programs
+    tensor = tl.load(rows_ptr + (n_tensors + 1) * ROW + program)
+    while block < end:
+        row = rows_ptr + tensor * ROW
+        first = tl.load(row + FIRST_BLOCK)
+        stop = tl.minimum(end, tl.load(row + ROW + FIRST_BLOCK))
+        kind, numel = tl.load(row + KIND_AT), tl.load(row + NUMEL)
+        address = tl.load(live_ptr + HEAD + tensor)
+        for place in tl.static_range(N_KINDS):
+            if kind == place:
+                for at in range(block - first, stop - first):
+                    at = tl.cast(at, tl.int64)
+                    if (at + 1) * TILE <= numel:
+                        _times(address, factor, at, numel, KINDS[place], False)
+                    else:
+                        _times(address, factor, at, numel, KINDS[place], True)
+        block = stop
+        tensor += 1
+
+
+@triton.jit
+def _times(address, factor, block, numel, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """One tile of a gradient times the factor, in place."""
+    offsets = block * TILE + (tl.arange(0, 8)[:, None] * LANES + tl.arange(0, 128)[None, :])
+    mask = offsets < numel
+    g = _gradient(address, offsets, mask, KIND, MASKED) * factor
+    if (GRAD_BF16 & KIND) != 0:
+        near = g.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        _store(_at(address, tl.int16, KIND) + offsets, near, mask, MASKED)
+    elif (GRAD_FP16 & KIND) != 0:
+        _store(_at(address, tl.float16, KIND) + offsets, g.to(tl.float16), mask, MASKED)
+    else:
+        _store(_at(address, tl.float32, KIND) + offsets, g, mask, MASKED)

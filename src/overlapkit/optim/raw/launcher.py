@@ -47,19 +47,28 @@ def update(
     )
 
 
-def squares(table: Table) -> Tensor:
-    """Sums of squares of the gradients, one for each mesh and program: fp32 (meshes, programs)."""
+def squares(table: Table, *, largest: bool = False) -> Tensor:
+    """What the gradients' norm is made of: fp32 (meshes, programs).
+
+    Args:
+        table: Refreshed.
+        largest: Largest absolute values in place of sums of squares.
+    """
     assert table.live is not None
     sums = torch.empty(len(table.meshes), table.programs, device=table.device)
+    kinds = {"KINDS": table.kinds, "N_KINDS": len(table.kinds), "LARGEST": largest}
+    n_meshes = len(table.meshes)
     adamw.squares.launch(
-        table.programs,
-        table.rows,
-        table.live,
-        sums,
-        warps=WARPS,
-        resident=True,
-        KINDS=table.kinds,
-        N_KINDS=len(table.kinds),
-        N_MESHES=len(table.meshes),
+        table.programs, table.rows, table.live, sums, warps=WARPS, resident=True, N_MESHES=n_meshes, **kinds
     )
     return sums
+
+
+def multiply(table: Table, sums: Tensor, *, largest: bool = False) -> Tensor:
+    """Clip the gradients in a table in place, by what `squares` gave; returns their norm, fp32 ()."""
+    assert table.live is not None
+    norm = torch.empty((), device=table.device)
+    kinds = {"KINDS": table.kinds, "N_KINDS": len(table.kinds), "LARGEST": largest}
+    tables = (table.rows, table.live)
+    adamw.multiply.launch(table.programs, *tables, sums, norm, warps=WARPS, resident=True, **kinds)
+    return norm
