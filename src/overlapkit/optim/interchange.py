@@ -77,7 +77,7 @@ def load(param: Tensor, form: Form, state: dict[str, Any], saved: dict[str, Any]
         for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if form.amsgrad else [])):
             source = name if name in saved or name != "max_exp_avg_sq" else "exp_avg_sq"
             _copy(param, state[name], _whole(param, saved, source))
-    for name, dtype in (("remainder", torch.int16), ("compensation", torch.bfloat16)):
+    for name, dtype in (("remainder", torch.float16), ("compensation", torch.bfloat16)):
         if name in state:
             value = saved.get(name)
             if (

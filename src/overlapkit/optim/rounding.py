@@ -72,18 +72,22 @@ def stochastic(x: Tensor, random: Tensor) -> Tensor:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as bf16, ties up, and the int16 that is left over: `join` gives the same fp32 again.
+    """fp32 as bf16, ties up, and the 16 bits that are left over: `join` gives the same fp32 again.
+
+    The rest is an int16 in the guise of an fp16: NCCL and gloo know no int16, and what torch's
+    `load_state_dict` has cast to bf16 is told from it.
 
     To the nearest even, two numbers would share bf16 and remainder: 0x3f7f8000 and 0x3f808000.
     """
     bits = torch.where(x.isnan(), 0x7FC00000, x.view(torch.int32))  # other NaNs could round into a number
     high = ((bits + 0x8000) >> 16).to(torch.int16)
-    return high.view(torch.bfloat16), (bits - (high.to(torch.int32) << 16)).to(torch.int16)
+    low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
+    return high.view(torch.bfloat16), low.view(torch.float16)
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
     """The fp32 that `split` took apart."""
-    bits = (high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
+    bits = (high.view(torch.int16).to(torch.int32) << 16) + low.view(torch.int16).to(torch.int32)
     return bits.view(torch.float32)
 
 
@@ -95,7 +99,7 @@ def scale_of(x: Tensor) -> Tensor:
 def signed_value(code: Tensor, scale: Tensor) -> Tensor:
     """The numbers of int8 codes: their squares, with their signs, so that codes lie densest around zero."""
     number = code.to(torch.float32)
-    return number * number.abs() * (scale * (1.0 / 16129.0))
+    return number * number.abs() * (1.0 / 16129.0) * scale
 
 
 def signed_code(x: Tensor, scale: Tensor, random: Tensor | None) -> Tensor:
@@ -111,7 +115,7 @@ def unsigned_value(code: Tensor, scale: Tensor) -> Tensor:
     """The numbers of uint8 codes: their fourth powers, since it is the root of the moment that divides."""
     number = code.to(torch.float32)
     square = number * number
-    return square * square * (scale * (1.0 / 4228250625.0))
+    return square * square * (1.0 / 4228250625.0) * scale
 
 
 def unsigned_code(x: Tensor, scale: Tensor, random: Tensor | None) -> Tensor:

@@ -72,7 +72,7 @@ def parts(param: Tensor, form: Form) -> list[Part]:
     if form.mode == KAHAN:
         kept.append(Part("compensation", torch.bfloat16))
     if form.mode == MASTER:
-        kept.append(Part("remainder", torch.int16))
+        kept.append(Part("remainder", torch.float16))  # see rounding.split
     if form.moments == INT8:
         rows = (local(param).shape[0], -(-row_of(param) // LANES))
         kept += [Part("exp_avg_scale", torch.float32, rows), Part("exp_avg_sq_scale", torch.float32, rows)]

@@ -60,7 +60,7 @@ def join(high, low):
 def signed_value(code, scale):
     """The number of an int8 code: its square, with its sign, so that codes lie densest around zero."""
     number = code.to(tl.float32)
-    return number * tl.abs(number) * (scale * (1.0 / 16129.0))
+    return number * tl.abs(number) * (1.0 / 16129.0) * scale
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def unsigned_value(code, scale):
     """The number of a uint8 code: its fourth power, since it is the root of it that divides."""
     number = code.to(tl.float32)
     square = number * number
-    return square * square * (scale * (1.0 / 4228250625.0))
+    return square * square * (1.0 / 4228250625.0) * scale
 
 
 @triton.jit
