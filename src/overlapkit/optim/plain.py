@@ -1,7 +1,10 @@
-"""AdamW in plain torch, for what torch's own kernels do not have: the same numbers as the Triton kernel's."""
+"""AdamW on the CPU for what torch's own kernels do not have: 16- and 8-bit forms around its fused one.
 
-import math
-from typing import Any, NamedTuple
+Chunk by chunk, weights and moments become fp32, torch's fused kernel updates them, and they are rounded
+again: the same arithmetic as for fp32 parameters, and little memory.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,21 +15,8 @@ from overlapkit.optim.place import Place, place_of
 from overlapkit.optim.state import at_random, local, row_of
 from overlapkit.optim.table import Entry
 
-CHUNK = 2**16
+CHUNK = 2**15
 """Elements at a time: what is computed in between stays in a core's cache."""
-
-
-class Numbers(NamedTuple):
-    """What all elements of one parameter share in one step, rounded from float64 once."""
-
-    decay: float
-    keep1: float
-    beta2: float
-    keep2: float
-    step_size: float
-    root2: float
-    eps: float
-    key: int
 
 
 def update(entry: Entry, grad: Tensor, group: dict[str, Any], factor: Tensor | None) -> None:
@@ -38,44 +28,21 @@ def update(entry: Entry, grad: Tensor, group: dict[str, Any], factor: Tensor | N
         group: Its group.
         factor: What the gradient is multiplied with, fp32 (), or None.
     """
-    numbers = _numbers(entry, group)
-    param, state = local(entry.param), entry.state
+    param, state, row = local(entry.param), entry.state, row_of(entry.param)
+    int8 = entry.form.moments == INT8
     place = place_of(entry.param) if at_random(entry.form) else None
-    if param.numel() == 0:
-        return
-    flat = {
-        name: _flat(local(t)) for name, t in state.items() if name != "step" and not name.endswith("scale")
-    }
-    scales = {name: local(t) for name, t in state.items() if name.endswith("scale")}
+    key = rounding.step_key(rounding.mix(entry.number), int(state["step"]))
+    flat = {name: _flat(local(t)) for name, t in state.items() if name != "step" and "scale" not in name}
     flat_param, flat_grad = _flat(param), _flat(grad)
-    rows = max(1, CHUNK // row_of(entry.param)) if entry.form.moments == INT8 else 0
-    size = rows * row_of(entry.param) if rows else CHUNK
+    size = max(1, CHUNK // row) * row if int8 else CHUNK
     for at in range(0, param.numel(), size):
         part = {name: t[at : at + size] for name, t in flat.items()}
-        if rows:
-            first = at // row_of(entry.param)
-            part |= {name: t[first : first + rows] for name, t in scales.items()}
+        if int8:
+            rows = slice(at // row, (at + size) // row)
+            part |= {name: local(t)[rows] for name, t in state.items() if "scale" in name}
         g = flat_grad[at : at + size].to(torch.float32)
-        if factor is not None:
-            g = g * factor
-        if group["maximize"]:
-            g = -g
-        _chunk(entry, flat_param[at : at + size], g, part, numbers, place, at)
-
-
-def _numbers(entry: Entry, group: dict[str, Any]) -> Numbers:
-    step = float(entry.state["step"])
-    beta1, beta2, lr = (float(x) for x in (*group["betas"], group["lr"]))
-    return Numbers(
-        decay=1 - lr * float(group["weight_decay"]),
-        keep1=1 - beta1,
-        beta2=beta2,
-        keep2=1 - beta2,
-        step_size=lr / (1 - beta1**step),
-        root2=math.sqrt(1 - beta2**step),
-        eps=float(group["eps"]),
-        key=rounding.step_key(rounding.mix(entry.number), int(step)),
-    )
+        bits = None if place is None else _bits(key, place, at, len(g))
+        _chunk(entry, flat_param[at : at + size], g if factor is None else g * factor, part, group, bits)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -84,9 +51,14 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _chunk(
-    entry: Entry, param: Tensor, g: Tensor, part: dict[str, Tensor], n: Numbers, place: Place | None, at: int
+    entry: Entry,
+    param: Tensor,
+    g: Tensor,
+    part: dict[str, Tensor],
+    group: dict[str, Any],
+    bits: Tensor | None,
 ) -> None:
-    """Update elements `at` and on of a parameter; `part` holds their state."""
+    """Update a chunk of a parameter; `part` is that of its state, `bits` are random, 32 for each element."""
     form = entry.form
     if form.mode == MASTER:
         w = rounding.join(param, part["remainder"])
@@ -95,12 +67,23 @@ def _chunk(
         if form.mode == KAHAN:
             w = w + part["compensation"].to(torch.float32)
     m, v = _moments(entry, part)
-    w = w * n.decay
-    m = m + (g - m) * n.keep1
-    v = v * n.beta2 + g * n.keep2 * g
-    largest = torch.maximum(part["max_exp_avg_sq"].to(torch.float32), v) if form.amsgrad else v
-    w = w - m / (largest.sqrt() / n.root2 + n.eps) * n.step_size
-    bits = None if place is None else rounding.random_bits(n.key, _index(place, at, len(g), g.device))
+    largest = [part["max_exp_avg_sq"].to(torch.float32)] if form.amsgrad else []
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    torch._fused_adamw_(
+        [w],
+        [g],
+        [m],
+        [v],
+        largest,
+        [entry.state["step"]],
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
+        amsgrad=form.amsgrad,
+        maximize=group["maximize"],
+    )
     if form.mode == ROUNDED:
         assert bits is not None
         param.copy_(rounding.stochastic(w, rounding.low_half(bits)))
@@ -108,7 +91,7 @@ def _chunk(
         high, low = rounding.split(w)
         param.copy_(high)
         part["remainder"].copy_(low)
-    else:
+    elif w is not param:
         param.copy_(w)
         if form.mode == KAHAN:
             part["compensation"].copy_(w - param.to(torch.float32))
@@ -125,7 +108,7 @@ def _moments(entry: Entry, part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _keep(
-    entry: Entry, part: dict[str, Tensor], m: Tensor, v: Tensor, largest: Tensor, bits: Tensor | None
+    entry: Entry, part: dict[str, Tensor], m: Tensor, v: Tensor, largest: list[Tensor], bits: Tensor | None
 ) -> None:
     if entry.form.moments == INT8:
         assert bits is not None
@@ -136,12 +119,7 @@ def _keep(
         part["exp_avg"].copy_(rounding.stochastic(m, rounding.high_half(bits)))
         part["exp_avg_sq"].copy_(rounding.stochastic(v, rounding.high_half(other)))
         if entry.form.amsgrad:
-            part["max_exp_avg_sq"].copy_(rounding.stochastic(largest, rounding.low_half(other)))
-    else:
-        part["exp_avg"].copy_(m)
-        part["exp_avg_sq"].copy_(v)
-        if entry.form.amsgrad:
-            part["max_exp_avg_sq"].copy_(largest)
+            part["max_exp_avg_sq"].copy_(rounding.stochastic(largest[0], rounding.low_half(other)))
 
 
 def encode(part: dict[str, Tensor], m: Tensor, v: Tensor, n_cols: int, bits: Tensor | None) -> None:
@@ -172,9 +150,12 @@ def out_of_blocks(blocks: Tensor, n_cols: int) -> Tensor:
     return blocks.flatten(1)[:, :n_cols].reshape(-1)
 
 
-def _index(place: Place, at: int, size: int, device: torch.device) -> Tensor:
-    """Global indices of local elements, int64."""
-    index = torch.arange(at, at + size, device=device)
+def _bits(key: int, place: Place, at: int, size: int) -> Tensor:
+    """Random bits for local elements `at` and on."""
+    start = place.base + at
+    if place.inner == place.outer and start >> 32 == start + size - 1 >> 32:
+        return rounding.random_bits_from(key, start, size)
+    index = torch.arange(at, at + size)
     if place.inner != place.outer:
         index = index // place.inner * place.outer + index % place.inner
-    return index.add_(place.base)
+    return rounding.random_bits(key, index.add_(place.base))

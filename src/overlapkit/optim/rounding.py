@@ -30,9 +30,8 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """`mix` of int32 elements."""
-    x = x ^ _shifted(x, 16)
-    x.mul_(0x7FEB352D)
+    """`mix` of int32 elements, in place."""
+    x.bitwise_xor_(_shifted(x, 16)).mul_(0x7FEB352D)
     x.bitwise_xor_(_shifted(x, 15)).mul_(_signed(0x846CA68B))
     return x.bitwise_xor_(_shifted(x, 16))
 
@@ -46,6 +45,12 @@ def random_bits(key: int, index: Tensor) -> Tensor:
     """32 random bits, as int32, for each global element index (int64)."""
     low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
     return mix_bits(mix_bits(low.add_(_signed(key))).bitwise_xor_(high.add_(_signed(mix(key ^ 0x9E3779B9)))))
+
+
+def random_bits_from(key: int, start: int, size: int) -> Tensor:
+    """The same for indices `start` and on, none of which ends a stretch of 2^32."""
+    low = torch.arange(size, dtype=torch.int32).add_(_signed(start + key))
+    return mix_bits(mix_bits(low).bitwise_xor_(_signed((start >> 32) + mix(key ^ 0x9E3779B9))))
 
 
 def high_half(bits: Tensor) -> Tensor:

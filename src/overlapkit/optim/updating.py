@@ -44,6 +44,14 @@ class Updater:
                 self._by_torch.append(i)
             else:
                 self._plainly.append(i)
+        # one operator takes no mixture of DTensors and plain ones, which shard(ignored=...) leaves behind;
+        # and torch's fused kernel takes all memory for dense
+        alike: dict[tuple[int, bool, bool], list[int]] = {}
+        for i in self._by_torch:
+            here = local(entries[i].param)
+            kind = (entries[i].group, here is not entries[i].param, is_dense(here))
+            alike.setdefault(kind, []).append(i)
+        self._calls = [(places, kind[2]) for kind, places in alike.items()]
         self._tables: dict[torch.device, Table] = {}
         self._changed = [
             t for i in sum(self._in_kernel.values(), []) for t in _memory(self._entries[i].param)
@@ -148,14 +156,8 @@ class Updater:
         scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        for index, group in enumerate(groups):
-            mine = [i for i in self._by_torch if self._entries[i].group == index]
-            # one operator takes no mixture of DTensors and plain ones, which shard(ignored=...) leaves
-            # behind; and torch's fused kernel takes all memory for dense
-            for alike in ((s, d) for s in (False, True) for d in (False, True)):
-                part = [i for i in mine if _alike(self._entries[i].param) == alike]
-                if part:
-                    self._call_torch(part, grads, group, scale, found_inf, dense=alike[1])
+        for places, dense in self._calls:
+            self._call_torch(places, grads, groups[self._entries[places[0]].group], scale, found_inf, dense)
 
     def _call_torch(
         self,
@@ -164,7 +166,6 @@ class Updater:
         group: dict[str, Any],
         scale: Tensor | None,
         found_inf: Tensor | None,
-        *,
         dense: bool,
     ) -> None:
         entries = [self._entries[i] for i in places]
@@ -195,10 +196,6 @@ class Updater:
 def _memory(param: Tensor) -> list[Tensor]:
     """The tensors whose version counters tell of a change: of a DTensor its own and its local part's."""
     return [param] if local(param) is param else [param, local(param)]
-
-
-def _alike(param: Tensor) -> tuple[bool, bool]:
-    return local(param) is not param, is_dense(local(param))
 
 
 def _in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
