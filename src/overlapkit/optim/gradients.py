@@ -10,11 +10,14 @@ from overlapkit.optim.state import local
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def laid_out(param: Tensor, grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, dense like the parameter's; itself wherever it is so already."""
+def laid_out(param: Tensor, grad: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tensor:
+    """This rank's part of a gradient, in the layout of the parameter's; itself wherever it is so already.
+
+    Of another dtype than those given, it becomes the first of them.
+    """
     here, found = local(param), as_placed(param, grad)
-    if found.dtype not in DTYPES:
-        found = found.to(torch.float32)
+    if found.dtype not in dtypes:
+        found = found.to(dtypes[0])
     if found.stride() == here.stride() or (found.is_contiguous() and here.is_contiguous()):
         return found
     like = torch.empty_like(here, dtype=found.dtype, memory_format=torch.preserve_format, requires_grad=False)

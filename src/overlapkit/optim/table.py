@@ -161,7 +161,7 @@ def _row(entry: Entry, kind: int, first: int, mesh: int) -> list[int]:
     row[c.MESH], row[c.KEY] = mesh, mix(entry.number)
     if at_random(entry.form):
         row[c.BASE], row[c.INNER], row[c.OUTER] = place_of(entry.param)
-    row[c.COLS] = row_of(entry.param) if here.dim() else 1
+    row[c.COLS] = max(1, row_of(entry.param)) if here.dim() else 1
     row[c.BLOCKS_A_ROW] = -(-row[c.COLS] // c.LANES)
     return row
 

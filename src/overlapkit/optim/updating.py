@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from overlapkit import launch
 from overlapkit.optim import plain
+from overlapkit.optim.by_torch import alike
 from overlapkit.optim.clip import clip_by_global_norm_, clip_factor, global_norm, summed_over_meshes
 from overlapkit.optim.columns import FP32, PLAIN
 from overlapkit.optim.gradients import laid_out
@@ -23,7 +23,7 @@ class Updater:
 
     Args:
         entries: The parameters that have a gradient.
-        groups: All groups; how torch computes (`foreach`, `fused`, `capturable`) is taken from the first.
+        groups: All groups.
         graphs: Takes what captured CUDA graphs read, which must outlive this object.
     """
 
@@ -44,14 +44,7 @@ class Updater:
                 self._by_torch.append(i)
             else:
                 self._plainly.append(i)
-        # one operator takes no mixture of DTensors and plain ones, which shard(ignored=...) leaves behind;
-        # and torch's fused kernel takes all memory for dense
-        alike: dict[tuple[int, bool, bool], list[int]] = {}
-        for i in self._by_torch:
-            here = local(entries[i].param)
-            kind = (entries[i].group, here is not entries[i].param, is_dense(here))
-            alike.setdefault(kind, []).append(i)
-        self._calls = [(places, kind[2]) for kind, places in alike.items()]
+        self._calls = alike(self._entries, self._by_torch)
         self._tables: dict[torch.device, Table] = {}
         self._changed = [
             t for i in sum(self._in_kernel.values(), []) for t in _memory(self._entries[i].param)
@@ -99,7 +92,8 @@ class Updater:
             torch.autograd.graph.increment_version(self._changed)
         if self._plainly:
             self._step_plainly(grads, groups, factor, scale, found_inf)
-        self._step_by_torch(grads, groups, scale, found_inf)
+        for call in self._calls:
+            call.step(grads, groups[call.group], scale, found_inf)
         return norm
 
     def _launch(
@@ -149,57 +143,7 @@ class Updater:
             entry.state["step"].add_(1)
             plain.update(entry, laid_out(entry.param, grads[i]), groups[entry.group], factor)
 
-    def _step_by_torch(
-        self,
-        grads: Sequence[Tensor],
-        groups: Sequence[dict[str, Any]],
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        for places, dense in self._calls:
-            self._call_torch(places, grads, groups[self._entries[places[0]].group], scale, found_inf, dense)
-
-    def _call_torch(
-        self,
-        places: list[int],
-        grads: Sequence[Tensor],
-        group: dict[str, Any],
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-        dense: bool,
-    ) -> None:
-        entries = [self._entries[i] for i in places]
-        states = [entry.state for entry in entries]
-        beta1, beta2 = group["betas"]
-        how: dict[str, Any] = {"foreach": group.get("foreach"), "fused": group.get("fused")}
-        adamw(
-            [entry.param for entry in entries],
-            [_in_layout_of(self._entries[i].param, grads[i]) for i in places],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-            [state["step"] for state in states],
-            **(how if dense else {"foreach": False, "fused": False}),
-            capturable=group.get("capturable", False),
-            grad_scale=scale,
-            found_inf=found_inf,
-            amsgrad=group["amsgrad"],
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
-
 
 def _memory(param: Tensor) -> list[Tensor]:
     """The tensors whose version counters tell of a change: of a DTensor its own and its local part's."""
     return [param] if local(param) is param else [param, local(param)]
-
-
-def _in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient with the parameter's strides: torch's fused kernel walks both as flat memory."""
-    if grad.stride() == param.stride():
-        return grad
-    return torch.empty_like(param, dtype=grad.dtype, memory_format=torch.preserve_format).copy_(grad)

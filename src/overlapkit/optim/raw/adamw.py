@@ -79,138 +79,190 @@ def _number(group_ptr, PLACE: tl.constexpr, POINTER: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    row, grad_address, block, factor, decay, step_size, beta2, keep1, keep2, root2, eps, key,
-    KIND: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One tile of one tensor."""
-    within = tl.arange(0, 8)[:, None] * LANES + tl.arange(0, 128)[None, :]
+def _read_weights(addresses, offsets, mask, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """Parameters in fp32, together with what is kept of them elsewhere."""
+    if (HALF_PARAM & KIND) == 0:
+        return _load(_at(addresses[0], tl.float32, KIND) + offsets, mask, MASKED)
+    half = _load(_at(addresses[0], tl.int16, KIND) + offsets, mask, MASKED)
+    if (MASTER & KIND) != 0:
+        return join(half, _load(_at(addresses[4], tl.int16, KIND) + offsets, mask, MASKED))
+    if (KAHAN & KIND) != 0:
+        return widen(half) + widen(_load(_at(addresses[4], tl.int16, KIND) + offsets, mask, MASKED))
+    return widen(half)
+
+
+@triton.jit
+def _write_weights(w, bits, addresses, offsets, mask, KIND: tl.constexpr, MASKED: tl.constexpr):
+    if (HALF_PARAM & KIND) == 0:
+        _store(_at(addresses[0], tl.float32, KIND) + offsets, w, mask, MASKED)
+    else:
+        if (ROUNDED & KIND) != 0:
+            high, low = stochastic(w, bits & 0xFFFF), 0
+        elif (MASTER & KIND) != 0:
+            high, low = split(w)
+        else:
+            high = w.to(tl.bfloat16).to(tl.int16, bitcast=True)
+            low = (w - widen(high)).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        _store(_at(addresses[0], tl.int16, KIND) + offsets, high, mask, MASKED)
+        if (ROUNDED & KIND) == 0:
+            _store(_at(addresses[4], tl.int16, KIND) + offsets, low, mask, MASKED)
+
+
+@triton.jit
+def _read_moment(address, offsets, mask, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """One that is not int8, in fp32."""
+    if (BF16 & KIND) != 0:
+        return widen(_load(_at(address, tl.int16, KIND) + offsets, mask, MASKED))
+    return _load(_at(address, tl.float32, KIND) + offsets, mask, MASKED)
+
+
+@triton.jit
+def _write_moment(x, random, address, offsets, mask, KIND: tl.constexpr, MASKED: tl.constexpr):
+    if (BF16 & KIND) != 0:
+        _store(_at(address, tl.int16, KIND) + offsets, stochastic(x, random), mask, MASKED)
+    else:
+        _store(_at(address, tl.float32, KIND) + offsets, x, mask, MASKED)
+
+
+@triton.jit
+def _read_int8(addresses, offsets, mask, groups, there, KIND: tl.constexpr, MASKED: tl.constexpr):
+    """Both moments from their codes and the scales of their blocks."""
+    scale = tl.load(_at(addresses[5], tl.float32, KIND) + groups, mask=there, other=0.0)
+    scale_sq = tl.load(_at(addresses[6], tl.float32, KIND) + groups, mask=there, other=0.0)
+    m = signed_value(_load(_at(addresses[1], tl.int8, KIND) + offsets, mask, MASKED), scale)
+    v = unsigned_value(_load(_at(addresses[2], tl.uint8, KIND) + offsets, mask, MASKED), scale_sq)
+    return m, v
+
+
+@triton.jit
+def _write_int8(
+    m, v, bits, addresses, offsets, mask, groups, there, KIND: tl.constexpr, MASKED: tl.constexpr
+):
+    """A number that is none spoils its whole block's scale, and so is not lost."""
+    scale = tl.max(tl.abs(m), axis=1, keep_dims=True) + tl.sum(m * 0.0, axis=1, keep_dims=True)
+    scale_sq = tl.max(v, axis=1, keep_dims=True) + tl.sum(v * 0.0, axis=1, keep_dims=True)
+    code, code_sq = (
+        signed_code(m, scale, bits >> 16),
+        unsigned_code(v, scale_sq, mix(bits ^ 0x85EBCA6B) >> 16),
+    )
+    _store(_at(addresses[1], tl.int8, KIND) + offsets, code, mask, MASKED)
+    _store(_at(addresses[2], tl.uint8, KIND) + offsets, code_sq, mask, MASKED)
+    tl.store(_at(addresses[5], tl.float32, KIND) + groups, scale, mask=there)
+    tl.store(_at(addresses[6], tl.float32, KIND) + groups, scale_sq, mask=there)
+
+
+@triton.jit
+def _places(shape, block, KIND: tl.constexpr):
+    """A tile's local offsets and whether they are there; its rows' int8 blocks, and whether those are."""
+    numel, n_cols, n_groups = shape
     groups = block * 8 + tl.arange(0, 8)[:, None]
     if (INT8 & KIND) != 0 and (WHOLE_ROWS & KIND) == 0:
-        n_cols, n_groups = tl.load(row + COLS), tl.load(row + BLOCKS_A_ROW)
         cols = (groups % n_groups) * LANES + tl.arange(0, 128)[None, :]
         offsets = groups // n_groups * n_cols + cols
-        mask = (offsets < tl.load(row + NUMEL)) & (cols < n_cols)
+        mask = (offsets < numel) & (cols < n_cols)
     else:
-        offsets = block * TILE + within
-        mask = offsets < tl.load(row + NUMEL)
-    if (HALF_PARAM & KIND) != 0:
-        param_ptr = _at(tl.load(row + PARAM), tl.int16, KIND) + offsets
-        high = _load(param_ptr, mask, MASKED)
-        if (MASTER & KIND) != 0:
-            low_ptr = _at(tl.load(row + LOW), tl.int16, KIND) + offsets
-            w = join(high, _load(low_ptr, mask, MASKED))
-        else:
-            w = widen(high)
-            if (KAHAN & KIND) != 0:
-                low_ptr = _at(tl.load(row + LOW), tl.int16, KIND) + offsets
-                w += widen(_load(low_ptr, mask, MASKED))
-    else:
-        param_ptr = _at(tl.load(row + PARAM), tl.float32, KIND) + offsets
-        w = _load(param_ptr, mask, MASKED)
+        offsets = block * TILE + (tl.arange(0, 8)[:, None] * LANES + tl.arange(0, 128)[None, :])
+        mask = offsets < numel
+    return offsets, mask, groups, groups < n_groups * (numel // n_cols)
+
+
+@triton.jit
+def _random(key, index, offsets, block, KIND: tl.constexpr):
+    """Random bits for the global indices of local offsets."""
+    base, inner, outer = index
+    within = tl.arange(0, 8)[:, None] * LANES + tl.arange(0, 128)[None, :]
+    if (SPLIT & KIND) != 0 or ((INT8 & KIND) != 0 and (WHOLE_ROWS & KIND) == 0):
+        return random_bits(key, base + offsets // inner * outer + offsets % inner, within * 0)
+    return random_bits(key, base + block * TILE, within)
+
+
+@triton.jit
+def _tile(
+    addresses, grad_address, shape, index, numbers, key, block, KIND: tl.constexpr, MASKED: tl.constexpr
+):
+    """One tile of one tensor. Operations and their order are those of torch's own loop."""
+    factor, decay, keep1, beta2, keep2, step_size, root2, eps = numbers
+    offsets, mask, groups, there = _places(shape, block, KIND)
+    w = _read_weights(addresses, offsets, mask, KIND, MASKED)
     g = _gradient(grad_address, offsets, mask, KIND, MASKED) * factor
-    if ((BF16 | INT8) & KIND) == 0:
-        m_ptr = _at(tl.load(row + EXP_AVG), tl.float32, KIND) + offsets
-        v_ptr = _at(tl.load(row + EXP_AVG_SQ), tl.float32, KIND) + offsets
-        m, v = _load(m_ptr, mask, MASKED), _load(v_ptr, mask, MASKED)
-    elif (BF16 & KIND) != 0:
-        m_ptr = _at(tl.load(row + EXP_AVG), tl.int16, KIND) + offsets
-        v_ptr = _at(tl.load(row + EXP_AVG_SQ), tl.int16, KIND) + offsets
-        m, v = widen(_load(m_ptr, mask, MASKED)), widen(_load(v_ptr, mask, MASKED))
+    if (INT8 & KIND) != 0:
+        m, v = _read_int8(addresses, offsets, mask, groups, there, KIND, MASKED)
     else:
-        m_ptr = _at(tl.load(row + EXP_AVG), tl.int8, KIND) + offsets
-        v_ptr = _at(tl.load(row + EXP_AVG_SQ), tl.uint8, KIND) + offsets
-        scale_ptr = _at(tl.load(row + SCALE), tl.float32, KIND) + groups
-        scale_sq_ptr = _at(tl.load(row + SCALE_SQ), tl.float32, KIND) + groups
-        there = groups < tl.load(row + BLOCKS_A_ROW) * (tl.load(row + NUMEL) // tl.load(row + COLS))
-        m = signed_value(_load(m_ptr, mask, MASKED), tl.load(scale_ptr, mask=there, other=0.0))
-        v = unsigned_value(_load(v_ptr, mask, MASKED), tl.load(scale_sq_ptr, mask=there, other=0.0))
+        m = _read_moment(addresses[1], offsets, mask, KIND, MASKED)
+        v = _read_moment(addresses[2], offsets, mask, KIND, MASKED)
     w = w * decay
     m = m + (g - m) * keep1
     v = v * beta2 + g * keep2 * g
     largest = v
     if (AMSGRAD & KIND) != 0:
-        if ((BF16 | INT8) & KIND) == 0:
-            max_ptr = _at(tl.load(row + MAX_SQ), tl.float32, KIND) + offsets
-            largest = tl.maximum(_load(max_ptr, mask, MASKED), v)
-        else:
-            max_ptr = _at(tl.load(row + MAX_SQ), tl.int16, KIND) + offsets
-            largest = tl.maximum(widen(_load(max_ptr, mask, MASKED)), v)
+        largest = tl.maximum(_read_moment(addresses[3], offsets, mask, KIND, MASKED), v)
     w = w - m / (tl.sqrt(largest) / root2 + eps) * step_size
+    bits = tl.full((8, 128), 0, tl.uint32)
     if ((ROUNDED | BF16 | INT8) & KIND) != 0:
-        if (SPLIT & KIND) != 0 or ((INT8 & KIND) != 0 and (WHOLE_ROWS & KIND) == 0):
-            inner = tl.load(row + INNER)
-            index = tl.load(row + BASE) + offsets // inner * tl.load(row + OUTER) + offsets % inner
-            bits = random_bits(key, index, index.to(tl.int32) * 0)
-        else:
-            bits = random_bits(key, tl.load(row + BASE) + block * TILE, within)
-    if (HALF_PARAM & KIND) != 0:
-        if (ROUNDED & KIND) != 0:
-            _store(param_ptr, stochastic(w, bits & 0xFFFF), mask, MASKED)
-        elif (MASTER & KIND) != 0:
-            high, low = split(w)
-            _store(param_ptr, high, mask, MASKED)
-            _store(low_ptr, low, mask, MASKED)
-        else:
-            near = w.to(tl.bfloat16).to(tl.int16, bitcast=True)
-            _store(param_ptr, near, mask, MASKED)
-            lost = (w - widen(near)).to(tl.bfloat16).to(tl.int16, bitcast=True)
-            _store(low_ptr, lost, mask, MASKED)
-    else:
-        _store(param_ptr, w, mask, MASKED)
-    if ((BF16 | INT8) & KIND) == 0:
-        _store(m_ptr, m, mask, MASKED)
-        _store(v_ptr, v, mask, MASKED)
-        if (AMSGRAD & KIND) != 0:
-            _store(max_ptr, largest, mask, MASKED)
+        bits = _random(key, index, offsets, block, KIND)
+    _write_weights(w, bits, addresses, offsets, mask, KIND, MASKED)
+    if (INT8 & KIND) != 0:
+        _write_int8(m, v, bits, addresses, offsets, mask, groups, there, KIND, MASKED)
     else:
         other = mix(bits ^ 0x85EBCA6B)
-        if (BF16 & KIND) != 0:
-            _store(m_ptr, stochastic(m, bits >> 16), mask, MASKED)
-            _store(v_ptr, stochastic(v, other >> 16), mask, MASKED)
-            if (AMSGRAD & KIND) != 0:
-                _store(max_ptr, stochastic(largest, other & 0xFFFF), mask, MASKED)
-        else:  # a number that is none spoils its whole block's scale, and so is not lost
-            scale = tl.max(tl.abs(m), axis=1, keep_dims=True) + tl.sum(m * 0.0, axis=1, keep_dims=True)
-            scale_sq = tl.max(v, axis=1, keep_dims=True) + tl.sum(v * 0.0, axis=1, keep_dims=True)
-            _store(m_ptr, signed_code(m, scale, bits >> 16), mask, MASKED)
-            _store(v_ptr, unsigned_code(v, scale_sq, other >> 16), mask, MASKED)
-            tl.store(scale_ptr, scale, mask=there)
-            tl.store(scale_sq_ptr, scale_sq, mask=there)
+        _write_moment(m, bits >> 16, addresses[1], offsets, mask, KIND, MASKED)
+        _write_moment(v, other >> 16, addresses[2], offsets, mask, KIND, MASKED)
+        if (AMSGRAD & KIND) != 0:
+            _write_moment(largest, other & 0xFFFF, addresses[3], offsets, mask, KIND, MASKED)
+
+
+@triton.jit
+def _numbers(group_ptr, step, factor):
+    """What all elements of a tensor share in a step, in fp32 but computed in fp64.
+
+    In fp32 1 - beta2 ** step would lose four digits in the first steps.
+    """
+    beta1, beta2 = _number(group_ptr, BETA1, BETA1_AT), _number(group_ptr, BETA2, BETA2_AT)
+    lr = _number(group_ptr, LR, LR_AT)
+    eps = tl.load(group_ptr + EPS).to(tl.float64, bitcast=True)
+    weight_decay = tl.load(group_ptr + WEIGHT_DECAY).to(tl.float64, bitcast=True)
+    sign = tl.load(group_ptr + SIGN).to(tl.float64, bitcast=True)
+    times = step.to(tl.float64)
+    correction1 = 1.0 - tl.exp(times * tl.log(beta1))
+    root2 = tl.sqrt(1.0 - tl.exp(times * tl.log(beta2)))
+    return (
+        factor * sign.to(tl.float32),
+        (1.0 - lr * weight_decay).to(tl.float32),
+        (1.0 - beta1).to(tl.float32),
+        beta2.to(tl.float32),
+        (1.0 - beta2).to(tl.float32),
+        (lr / correction1).to(tl.float32),
+        root2.to(tl.float32),
+        eps.to(tl.float32),
+    )
 
 
 @triton.jit
 def _tiles(row, grad_address, group_ptr, block, stop, factor, KIND: tl.constexpr):
     """Tiles `block` to `stop` of one tensor."""
     step = tl.load(tl.load(row + STEP).to(tl.pointer_type(tl.float32))) + 1.0
-    beta1 = _number(group_ptr, BETA1, BETA1_AT)
-    beta2 = _number(group_ptr, BETA2, BETA2_AT)
-    lr = _number(group_ptr, LR, LR_AT)
-    eps = tl.load(group_ptr + EPS).to(tl.float64, bitcast=True)
-    weight_decay = tl.load(group_ptr + WEIGHT_DECAY).to(tl.float64, bitcast=True)
-    sign = tl.load(group_ptr + SIGN).to(tl.float64, bitcast=True)
-    # in fp32 1 - beta2 ** step would lose four digits in the first steps
-    times = step.to(tl.float64)
-    correction1 = 1.0 - tl.exp(times * tl.log(beta1))
-    root2 = tl.sqrt(1.0 - tl.exp(times * tl.log(beta2))).to(tl.float32)
-    decay = (1.0 - lr * weight_decay).to(tl.float32)
-    step_size = (lr / correction1).to(tl.float32)
-    keep1, keep2 = (1.0 - beta1).to(tl.float32), (1.0 - beta2).to(tl.float32)
-    signed = factor * sign.to(tl.float32)
-    b2, small = beta2.to(tl.float32), eps.to(tl.float32)
+    numbers = _numbers(group_ptr, step, factor)
     key = mix(tl.load(row + KEY).to(tl.uint32) ^ mix(step.to(tl.int32).to(tl.uint32)))
     numel = tl.load(row + NUMEL)
+    shape = (numel, tl.load(row + COLS), tl.load(row + BLOCKS_A_ROW))
+    index = (tl.load(row + BASE), tl.load(row + INNER), tl.load(row + OUTER))
+    addresses = (
+        tl.load(row + PARAM),
+        tl.load(row + EXP_AVG),
+        tl.load(row + EXP_AVG_SQ),
+        tl.load(row + MAX_SQ),
+        tl.load(row + LOW),
+        tl.load(row + SCALE),
+        tl.load(row + SCALE_SQ),
+    )
     for at in range(block, stop):
         at = tl.cast(at, tl.int64)
         if (INT8 & KIND) != 0 and (WHOLE_ROWS & KIND) == 0:
-            _tile(row, grad_address, at, signed, decay, step_size, b2, keep1, keep2, root2, small, key,
-                  KIND, True)  # fmt: skip
+            _tile(addresses, grad_address, shape, index, numbers, key, at, KIND, True)
         elif (at + 1) * TILE <= numel:
-            _tile(row, grad_address, at, signed, decay, step_size, b2, keep1, keep2, root2, small, key,
-                  KIND, False)  # fmt: skip
+            _tile(addresses, grad_address, shape, index, numbers, key, at, KIND, False)
         else:
-            _tile(row, grad_address, at, signed, decay, step_size, b2, keep1, keep2, root2, small, key,
-                  KIND, True)  # fmt: skip
+            _tile(addresses, grad_address, shape, index, numbers, key, at, KIND, True)
 
 
 @triton.jit
