@@ -4,6 +4,7 @@
 #   make demo            make test            make check           make bench
 #   make bench-input     make bench-checkpoint
 #   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
+# Tests run in two processes: many of them wait, for ranks that start or for what is late on purpose.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ demo: install
 
 test: export OMP_NUM_THREADS ?= 1
 test: install
-	$(RUN) -m pytest --durations=15 $(ARGS)
+	$(RUN) -m pytest -n 2 --dist worksteal --durations=15 $(ARGS)
 
 check: install
 	$(RUN) -m ruff check .

@@ -7,12 +7,14 @@ interpreted kernels and (on a GPU) the compiled ones. Two things of Triton itsel
   without the interpreter: they are exchanged for their interpreted form, and Triton's own patches of
   triton.language, some of which it never takes back, are taken back.
 * The interpreter's fp32 -> bf16 truncates, where hardware rounds to nearest even (Triton 3.7).
+
+Every address that a kernel touches is checked on the way (tests/kernels/guard.py).
 """
 
 import contextlib
-import pkgutil
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +22,7 @@ import numpy as np
 import torch
 
 from overlapkit import launch
-from overlapkit.kernels import raw
-from overlapkit.optim import raw as optim_raw
+from tests.kernels.guard import guarded
 
 
 @contextlib.contextmanager
@@ -33,21 +34,22 @@ def interpreter() -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     ours = _raw_modules()
-    spaces: list[Any] = [tl, tl.core, tl.math, tl.standard, engine, launch, *ours]
+    spaces: list[Any] = [tl, tl.core, tl.math, tl.random, tl.standard, engine, launch, *ours]
     spaces += [tl.tensor, tl.dtype, tl.core.tensor_descriptor_base]
     before = [(space, dict(vars(space))) for space in spaces]
     was_on = launch._interpret
     with triton.knobs.runtime.scope(), np.errstate(all="ignore"):
         triton.knobs.runtime.interpret = True
         if not was_on:
-            for space in (tl.standard, tl, *ours):
+            for space in (tl.random, tl.standard, tl, *ours):
                 for name, value in list(vars(space).items()):
                     if isinstance(value, JITFunction):
                         setattr(space, name, engine.InterpretedFunction(value.fn))
         engine._convert_float = _rounding(engine._convert_float)
         launch._interpret = True
         try:
-            yield
+            with guarded():
+                yield
         finally:
             for space, names in before:
                 for name in set(vars(space)) - set(names):
@@ -60,11 +62,8 @@ def interpreter() -> Iterator[None]:
 
 def _raw_modules() -> list[ModuleType]:
     """All of them, imported now: inside the block Triton would decorate them for the interpreter only."""
-    return [
-        import_module(f"{package.__name__}.{info.name}")
-        for package in (raw, optim_raw)
-        for info in pkgutil.iter_modules(package.__path__)
-    ]
+    files = sorted(Path(launch.__file__).parent.glob("*/raw/[!_]*.py"))
+    return [import_module(f"overlapkit.{file.parent.parent.name}.raw.{file.stem}") for file in files]
 
 
 def _rounding(convert: Any) -> Any:

@@ -63,7 +63,7 @@ def test_the_variable_turns_the_interpreter_on() -> None:
     code = """
 y = ok.kernels.swiglu(x, x)
 torch.testing.assert_close(y, torch.nn.functional.silu(x) * x)
-print('overlapkit.kernels.raw.swiglu' in sys.modules)"""
+print('overlapkit.kernels.raw.gated' in sys.modules)"""
     assert run_python(HEAD + code, TRITON_INTERPRET="1") == "True"
     assert run_python(HEAD + code, TRITON_INTERPRET="0") == "False"
 

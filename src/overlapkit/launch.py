@@ -3,9 +3,11 @@
 Imports no Triton by itself: the module of a raw kernel does, and is imported when a tensor first needs it.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -121,10 +123,33 @@ def tile(n_rows: int, n_cols: int, *, elements: int, whole_rows: bool = False) -
         elements: Wanted size, a power of two.
         whole_rows: A tile must span the row, however wide.
     """
+    larger, more_warps = getattr(_chosen, "choice", BY_RULE)
+    elements = int(elements * 2.0**larger)
     cols = next_power_of_2(n_cols) if whole_rows else min(next_power_of_2(n_cols), elements)
     rows = max(1, min(elements // cols, next_power_of_2(n_rows), 16))
-    warps = min(max(rows * cols // 512, 1), 16)
+    warps = min(max(int(rows * cols // 512 * 2.0**more_warps), 1), 16)
     return Tile(rows, cols, warps)
+
+
+class Choice(NamedTuple):
+    """How a tuned tile differs from the rule's: powers of two on its elements and on its warps."""
+
+    elements: int
+    warps: int
+
+
+BY_RULE = Choice(0, 0)
+_chosen = threading.local()  # backward runs in threads of autograd's, one for each device
+
+
+@contextlib.contextmanager
+def choosing(choice: Choice) -> Iterator[None]:
+    """Let `tile` follow a choice in this thread."""
+    before, _chosen.choice = getattr(_chosen, "choice", BY_RULE), choice
+    try:
+        yield
+    finally:
+        _chosen.choice = before
 
 
 def next_power_of_2(n: int) -> int:

@@ -163,7 +163,9 @@ def test_late_lanes_change_no_value(
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("late", [{"images"}, {"input", "transfer"}, {"push"}, {"pull"}], ids="+".join)
+@pytest.mark.parametrize(
+    "late", [{"images"}, {"input", "transfer"}, {"push"}, {"pull"}], ids=lambda late: "+".join(sorted(late))
+)
 def test_late_lanes_change_no_image(tmp_path: Path, late: set[str], device: str, reuse: bool) -> None:
     """`push` and `pull` hand over to DALI's pipelines, from the one to the other, and from the last to us."""
     pytest.importorskip("nvidia.dali", reason="needs DALI (extra images)")
@@ -206,7 +208,7 @@ def slowly(run: Any) -> Any:
 @pytest.mark.parametrize("mode", ["drop", "join"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("slow_rank", [0, 1])
-@pytest.mark.parametrize("late", [{"agree", "transfer"}, {"input"}], ids="+".join)
+@pytest.mark.parametrize("late", [{"agree", "transfer"}, {"input"}], ids=lambda late: "+".join(sorted(late)))
 def test_late_lanes_change_no_value_that_ranks_agree_on(
     mode: Any, device: str, slow_rank: int, late: set[str]
 ) -> None:

@@ -238,7 +238,9 @@ def test_state_of_a_stateful_source_is_that_of_the_batch_handed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda at: at, lambda at: {"at": at}, lambda at: [{"at": at, "n": 1}], lambda at: (at,)], ids=str
+    "wrap",
+    [lambda at: at, lambda at: {"at": at}, lambda at: [{"at": at, "n": 1}], lambda at: (at,)],
+    ids=["bare", "dict", "list", "tuple"],
 )
 def test_a_source_may_go_on_changing_the_state_that_it_gave_out(wrap: Callable[[Any], Any]) -> None:
     class Source:

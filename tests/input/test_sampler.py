@@ -276,7 +276,7 @@ def test_a_state_goes_through_pickle_and_a_copy_of_the_sampler() -> None:
         ((9, 2, 0, True, 1.5), ValueError, "seed=1.5"),
         ((9, 2, 0, True, 0, "no"), ValueError, "drop_last='no'"),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else type(part).__name__,
 )
 def test_bad_arguments_are_named(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):

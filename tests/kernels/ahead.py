@@ -21,7 +21,11 @@ _TYPES = {
     torch.float16: "fp16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 @dataclass
@@ -34,11 +38,26 @@ class Launch:
     options: dict[str, int]
     constants: dict[str, Any]
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a compiled kernel depends on: launches that share it share their code."""
+        names = self.kernel.compiled.arg_names
+        kinds = [
+            (self._type(value), self._divisible(value)) for _, value in zip(names, self.args, strict=False)
+        ]
+        return self.kernel, *kinds, *self.options.items(), *self.constants.items()
+
     def compile(self, capability: int) -> Any:
         """The triton.compiler.CompiledKernel for sm_<capability>, with what a real launch specialises on.
 
         Pointers are taken as aligned; integers divisible by 16 are marked so, and a 1 becomes a constant.
         """
+        key = (capability, *self.key)
+        if key not in _compiled:
+            _compiled[key] = self._compile(capability)
+        return _compiled[key]
+
+    def _compile(self, capability: int) -> Any:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -47,7 +66,7 @@ class Launch:
         signature, constants, attributes = {}, {}, {}
         for index, (name, value) in enumerate(zip(fn.arg_names, self.args, strict=False)):
             signature[name] = self._type(value)
-            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            if self._divisible(value):
                 attributes[(index,)] = [["tt.divisibility", 16]]
             if signature[name] == "constexpr":
                 constants[(index,)] = value
@@ -57,6 +76,10 @@ class Launch:
         source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes)
         target = GPUTarget("cuda", capability, 32)
         return triton.compile(source, target=target, options=self.options)
+
+    @staticmethod
+    def _divisible(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
     @staticmethod
     def _type(value: Any) -> str:

@@ -20,13 +20,16 @@ class Ledger:
 
 @contextlib.contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Count every masked load and store (unmasked ones arrive as such). Atomics on floats are refused."""
+    """Count every masked load and store (unmasked ones arrive as such), and atomics of integers as both.
+
+    Raises:
+        AssertionError: In the block, an atomic of floats: their sum depends on the order of programs.
+    """
     from triton.runtime.interpreter import interpreter_builder as builder
 
     count = Ledger()
     kind = type(builder)
-    load, store = kind.create_masked_load, kind.create_masked_store
-    atomic = kind.create_atomic_rmw
+    load, store, atomic = kind.create_masked_load, kind.create_masked_store, kind.create_atomic_rmw
 
     def width(pointers: Any) -> int:
         return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -39,19 +42,16 @@ def ledger() -> Iterator[Ledger]:
         count.stored += int(mask.data.sum()) * width(pointers)
         return store(self, pointers, value, mask, *rest)
 
-    def refuse(self: Any, operation: Any, pointers: Any, *rest: Any) -> Any:
-        if not pointers.get_element_ty().is_int():
-            raise AssertionError("an atomic: float sums would depend on the order of programs")
-        return atomic(self, operation, pointers, *rest)
-
-    def refuse_all(self: Any, *rest: Any) -> Any:
-        raise AssertionError("an atomic that compares: its outcome would depend on the order of programs")
+    def counted_atomic(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        assert not pointers.get_element_ty().is_floating(), "an atomic of floats"
+        moved = int(mask.data.sum()) * width(pointers)
+        count.loaded, count.stored = count.loaded + moved, count.stored + moved
+        return atomic(self, operation, pointers, value, mask, *rest)
 
     changed = {
         "create_masked_load": counted_load,
         "create_masked_store": counted_store,
-        "create_atomic_rmw": refuse,
-        "create_atomic_cas": refuse_all,
+        "create_atomic_rmw": counted_atomic,
     }
     before = {name: getattr(kind, name) for name in changed}
     for name, function in changed.items():

@@ -1,5 +1,6 @@
 """Every kernel, as launch.py would launch it, compiled for GPUs that are not here."""
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -9,22 +10,47 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from overlapkit.kernels.raw import cross_entropy, rms_norm, swiglu
+from overlapkit.kernels.raw import (
+    cross_entropy,
+    dropout_add,
+    gated,
+    norm_backward,
+    norm_forward,
+    rope,
+    softmax,
+)
 from tests.kernels.ahead import Launch, recorded, resources
 
 N = 4096
 WIDTHS = {torch.bfloat16: [512, 1024, 5120, 8192, 16_384], torch.float32: [1024, 2048, 4096]}
+ENDS = [1024, 8192, 16_384]  # the least and the most registers of one pass and of two
+HEADS = [(32, 8, 128, 128), (8, 1, 256, 64)]  # of q, of k, their columns, those that turn
 CLASSES = {torch.bfloat16: [32_768, 128_256, 262_144], torch.float32: [128_256]}
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path_factory.getbasetemp() / "triton"
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # workers share what they compile
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(base / "triton"))
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def norms(x: Tensor, weight: Tensor, rows: Tensor) -> None:
+    """RMSNorm without a residual, and LayerNorm with one."""
+    norm_forward.forward(x, weight, None, None, 1e-5, 1.0, x.dtype, centred=False)
+    norm_forward.forward(x, weight, weight, x, 1e-5, 0.0, x.dtype, centred=True)
+    norm_backward.backward(x, None, x, weight, None, rows, 1.0, True, False)
+    norm_backward.backward(x, x, x, weight, rows, rows, 0.0, True, True)
+
+
+def softmaxes(x: Tensor) -> None:
+    """The widest rows that are one tile, and tiles."""
+    softmax.forward(x, x, 0.5, x.dtype)
+    softmax.backward(x, x, 0.5, x.dtype)
 
 
 def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
@@ -33,15 +59,21 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
     with recorded() as found:
         for d in widths:
             x, weight = meta(N, d, dtype=dtype), meta(d, dtype=dtype)
-            rms_norm.forward(x, weight, None, 1e-5, 0.0)
-            rms_norm.forward(x, weight, x, 1e-5, 1.0)
-            rms_norm.backward(x, None, x, weight, rows, 0.0, True)
-            rms_norm.backward(x, x, x, weight, rows, 1.0, True)
-            rms_norm.backward(x, x, x, weight, rows, 1.0, False)
-            swiglu.forward(x, x)
-            swiglu.backward(x, x, x)
+            norms(x, weight, rows)
+            for activation in ("silu",) if d != widths[-1] else ("silu", "gelu", "gelu_tanh"):
+                gated.forward(x, x, activation)
+                gated.backward(x, x, x, activation, True, True)
+            gated.backward_packed(x, meta(N, 2 * d, dtype=dtype), "silu", True)
+        softmaxes(x)
+        dropout_add.dropout(x, x, target, 2**30, 2.0, dtype)
+        for q_heads, k_heads, d, turning in HEADS:
+            q, k = meta(2, N // 2, q_heads, d, dtype=dtype), meta(2, N // 2, k_heads, d, dtype=dtype)
+            cos = meta(1, N, turning // 2, dtype=torch.float32)
+            rope.rotate(q, k, cos, cos, None, False, False)
+            rope.rotate(q, k, cos, cos, meta(2, N // 2, dtype=torch.int64), True, True)
         for v in classes:
             logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=torch.float32)
+            softmaxes(logits)
             for options in ((None, -100, 0.0, 0.0, 0.0), (weight, -100, 0.1, 1e-4, 30.0)):
                 cross_entropy.forward(logits, target, *options)
                 dlse = None if options[0] is None else rows
@@ -51,7 +83,7 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
 
 
 def names() -> Iterator[str]:
-    for module in (cross_entropy, rms_norm, swiglu):
+    for module in (cross_entropy, dropout_add, gated, norm_backward, norm_forward, rope, softmax):
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":
                 yield f"{module.__name__}.{name}"
@@ -65,10 +97,18 @@ def test_every_kernel_is_among_them() -> None:
     assert seen == set(names())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_compiles_without_spills(capability: int, dtype: torch.dtype) -> None:
-    for launch in launches(WIDTHS[dtype], CLASSES[dtype], dtype):
+@pytest.mark.parametrize(
+    ("capability", "dtype", "widths"),
+    [
+        (80, torch.bfloat16, ENDS),
+        (90, torch.bfloat16, WIDTHS[torch.bfloat16]),
+        (90, torch.float32, WIDTHS[torch.float32]),
+        (100, torch.bfloat16, ENDS),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills(capability: int, dtype: torch.dtype, widths: list[int]) -> None:
+    for launch in launches(widths, CLASSES[dtype], dtype):
         used = resources(launch.compile(capability).asm["cubin"])
         assert used["REG"] > 0
         assert (used["STACK"], used["LOCAL"]) == (0, 0), (launch.kernel.fn, launch.args[0].shape, used)

@@ -4,6 +4,9 @@ Rows are bf16. The interpreter stands in for 132 processors, so norms are counte
 rows than users have keep it quick, and the ratios do not depend on the width within one kernel.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,39 +35,122 @@ def test_the_ledger_counts_what_masks_let_through() -> None:
     assert (count.loaded, count.stored) == (size(gate, up), size(y))
 
 
+def norm(name: str, d: int) -> tuple[Callable[..., Any], list[Tensor], int]:
+    """The function of x and a residual, its parameters, and the bytes of what it keeps for each row."""
+    if name == "rms_norm":
+        weight = make(d)
+        return lambda x, other=None: kernels.rms_norm(x, weight, residual=other), [weight], 4
+    parameters = [make(d), make(d)]
+    return lambda x, other=None: kernels.layer_norm(x, *parameters, residual=other), parameters, 8
+
+
+NORMS = ["layer_norm", "rms_norm"]
+
+
 @pytest.mark.parametrize("residual", [False, True])
-def test_rms_norm(residual: bool) -> None:
-    x, weight = make(4096, 256), make(256)
-    other = make(4096, 256) if residual else None
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name: str, residual: bool) -> None:
+    fn, parameters, kept = norm(name, 256)
+    x, other = make(4096, 256), make(4096, 256) if residual else None
     with ledger() as forward:
-        out = kernels.rms_norm(x, weight, residual=other)
+        out = fn(x, other)
     outputs = out if residual else (out,)
     grads = [torch.ones_like(o) for o in outputs]
-    assert 1.0 <= forward.total / size(x, weight, other, *outputs) <= 1.05
+    assert 1.0 <= forward.total / (size(x, *parameters, other, *outputs) + kept * 4096) <= 1.05
     with ledger() as backward:
         torch.autograd.backward(outputs, grads)
-    # torch then adds up the 132 shares of the weight's gradient, which are counted here as written
-    assert 1.0 <= backward.total / size(x, weight, *grads, x.grad, weight.grad) <= 1.05
+    # torch then adds up the shares of the parameters' gradients, which are counted here as written
+    floor = size(x, *parameters[:1], *grads, x.grad, *(p.grad for p in parameters)) + kept * 4096
+    assert 1.0 <= backward.total / floor <= 1.05
 
 
-def test_rms_norm_backward_of_wide_rows() -> None:
-    """Two passes: 5/3, here plus 1/48 for the weight and, with only 128 rows, 1/4 for 33 shares."""
-    x, weight = make(128, 16_384), make(16_384)
-    y = kernels.rms_norm(x, weight)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_backward_of_wide_rows(name: str) -> None:
+    """Two passes: 5/3, 1/48 for the weight, and the shares: with 64 rows, not 4,096, they weigh 64-fold."""
+    fn, parameters, kept = norm(name, 16_384)
+    x = make(64, 16_384)
+    y = fn(x)
     dy = torch.ones_like(y)
     with ledger() as count:
         y.backward(dy)
-    assert 5 / 3 - 0.01 <= count.total / size(x, weight, dy, x.grad, weight.grad) <= 5 / 3 + 1 / 48 + 0.27
+    floor = size(x, *parameters[:1], dy, x.grad) + kept * 64
+    shares = 25 * 16_384 * (2 + 4 * len(parameters))  # each reads the weight and writes its gradients
+    assert (count.total - shares) / floor >= 5 / 3
+    assert (count.total - shares + shares / 64) / floor <= 1.70
 
 
-def test_swiglu() -> None:
+def test_dropout_add() -> None:
+    """Backward reads no mask, and the residual's gradient is the one that came in."""
+    x, residual = make(64, 2752), make(64, 2752)
+    with ledger() as forward:
+        y = kernels.dropout_add(x, residual, 0.1, 1)
+    programs = 64 * 2  # of 2,048 columns, each of which reads the seed
+    assert forward.total == size(x, residual, y) + 8 * programs
+    with ledger() as backward:
+        y.backward(y.detach())
+    assert backward.total == size(y, x.grad) + 8 * programs
+
+
+@pytest.mark.parametrize(
+    ("d", "forward", "backward"),
+    [(16_384, 1, 1), (32_768, 1, 5 / 3), (70_000, 3 / 2, 5 / 3)],
+)
+def test_softmax(d: int, forward: float, backward: float) -> None:
+    x, mask = make(2, d), make(2, d).detach()
+    with ledger() as there:
+        y = kernels.softmax(x, scale=0.5)
+    assert there.total == forward * size(x, y)
+    with ledger() as masked:
+        kernels.softmax(x, mask=mask)
+    assert masked.total - there.total == masked.loaded / 2  # the mask is read as often as x
+    with ledger() as back:
+        y.backward(y.detach())
+    assert back.total == pytest.approx(backward * size(y, y, x.grad))
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated(name: str) -> None:
     gate, up = make(64, 2752), make(64, 2752)
     with ledger() as forward:
-        y = kernels.swiglu(gate, up)
+        y = getattr(kernels, name)(gate, up)
     assert forward.total == size(gate, up, y)
     with ledger() as backward:
         y.backward(y.detach())
     assert backward.total == size(y, gate, up, gate.grad, up.grad)
+
+
+@pytest.mark.parametrize("name", ["swiglu_packed", "geglu_packed"])
+def test_gated_packed(name: str) -> None:
+    x = make(64, 2752)
+    with ledger() as forward:
+        y = getattr(kernels, name)(x, "gate_up")
+    assert forward.total == size(x, y)
+    with ledger() as backward:
+        y.backward(y.detach())
+    assert backward.total == size(y, x, x.grad)
+
+
+def test_a_frozen_half_costs_nothing() -> None:
+    gate, up = make(64, 512), make(64, 512).detach()
+    y = kernels.swiglu(gate, up)
+    with ledger() as backward:
+        y.backward(y.detach())
+    assert backward.total == size(y, gate, up, gate.grad)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("turning", [64, 48])
+def test_rope(turning: int, interleaved: bool) -> None:
+    """Two sequences of the same positions read their angles twice, which costs 2 %."""
+    q, k = make(2, 16, 32, 64), make(2, 16, 8, 64)
+    angle = torch.rand(16, turning // 2)
+    cos, sin, positions = angle.cos(), angle.sin(), torch.arange(16)
+    with ledger() as forward:
+        out = kernels.rope(q, k, cos, sin, positions, interleaved=interleaved, rotary_dim=turning)
+    assert 1.0 <= forward.total / size(q, k, cos, sin, positions, *out) <= 1.05
+    with ledger() as backward:
+        torch.autograd.backward(out, [o.detach() for o in out])
+    assert backward.total == forward.total
 
 
 @pytest.mark.parametrize("v", [32_768, 50_257])

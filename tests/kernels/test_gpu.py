@@ -26,6 +26,18 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
     x, other, weight = (make(*s, dtype=dtype, device=device) for s in ((n, d), (n, d), (d,)))
     if name == "swiglu":
         return kernels.swiglu, lambda g, u: F.silu(g) * u, (x, other), (torch.randn_like(x),)
+    if name == "geglu":
+        return kernels.geglu, lambda g, u: F.gelu(g) * u, (x, other), (torch.randn_like(x),)
+    if name == "geglu_packed":
+        h = make(n, 2 * d, dtype=dtype, device=device)
+        return (
+            lambda h: kernels.geglu_packed(h, "up_gate", approximate="tanh"),
+            lambda h: F.gelu(h[:, d:], approximate="tanh") * h[:, :d],
+            (h,),
+            (torch.randn_like(x),),
+        )
+    if name == "rope":
+        return rope_case(n, dtype, device)
     if name == "cross_entropy":
         target = torch.randint(d, (n,), device=device)
         target[1::3] = -100
@@ -35,6 +47,31 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
             lambda x: F.cross_entropy(x if x.dtype == torch.float64 else x.float(), target, reduction="none"),
             (x,),
             grad,
+        )
+    if name == "layer_norm":
+        return (
+            lambda x, w, b, other: kernels.layer_norm(x, w, b, residual=other),
+            lambda x, w, b, other: (F.layer_norm(x + other, (d,), w, b), x + other),
+            (x, weight, make(d, dtype=dtype, device=device), other),
+            (torch.randn_like(x), torch.randn_like(x)),
+        )
+
+    if name == "softmax":
+        mask = torch.rand(d, device=device) < 0.9
+        mask[0] = True
+        return (
+            lambda x: kernels.softmax(x, scale=0.5, mask=mask),
+            lambda x: F.softmax((x * 0.5).masked_fill(~mask, float("-inf")), -1),
+            (x,),
+            (torch.randn_like(x),),
+        )
+    if name == "dropout_add":
+        kept = kernels.dropout_add(torch.ones(n, d), torch.zeros(n, d), 0.3, 5).to(device) != 0  # on the CPU
+        return (
+            lambda x, other: kernels.dropout_add(x, other, 0.3, 5),
+            lambda x, other: other + torch.where(kept, x / 0.7, 0.0),
+            (x, other),
+            (torch.randn_like(x),),
         )
 
     def norm(x: Tensor, weight: Tensor, other: Tensor) -> Any:
@@ -46,7 +83,36 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
     return ours, norm, (x, weight, other), (torch.randn_like(x), torch.randn_like(x))
 
 
-NAMES = ["rms_norm", "swiglu", "cross_entropy"]
+def rope_case(n: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """Packed documents, half of each head turned, neighbours as pairs."""
+    q, k = make(2, n, 8, 96, dtype=dtype, device=device), make(2, n, 2, 96, dtype=dtype, device=device)
+    positions = torch.arange(2 * n, device=device).view(2, n) % 50
+    angle = torch.outer(torch.arange(50, device=device), 0.5 ** torch.arange(24, device=device))
+
+    def torchs(*heads: Tensor) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(heads[0].dtype, torch.float32)
+        turn = torch.polar(torch.ones_like(angle, dtype=wide), angle.to(wide))[positions][:, :, None]
+        pairs = [torch.view_as_complex(x[..., :48].to(wide).unflatten(-1, (24, 2))) * turn for x in heads]
+        turned = [torch.view_as_real(z).flatten(-2) for z in pairs]
+        return tuple(torch.cat((t.to(x.dtype), x[..., 48:]), -1) for t, x in zip(turned, heads, strict=True))
+
+    def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.rope(q, k, angle.cos(), angle.sin(), positions, interleaved=True, rotary_dim=48)
+
+    return ours, torchs, (q, k), (torch.randn_like(q), torch.randn_like(k))
+
+
+NAMES = [
+    "cross_entropy",
+    "dropout_add",
+    "geglu",
+    "geglu_packed",
+    "layer_norm",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "swiglu",
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -135,6 +201,31 @@ def test_two_runs_agree_bitwise(name: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("seed", [None, "tensor"])
+def test_a_captured_graph_drops_other_elements_at_each_replay(seed: str | None) -> None:
+    x, key = torch.ones(65, 1000, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    kernels.dropout_add(x, x, 0.5, key)
+    with torch.cuda.graph(graph):
+        y = kernels.dropout_add(x, x, 0.5, key if seed else None)
+        key.add_(1)
+    graph.replay()
+    first = y.clone()
+    graph.replay()
+    assert not torch.equal(first, y)
+    if seed:
+        assert torch.equal(y, kernels.dropout_add(x, x, 0.5, 1))
+
+
+@pytest.mark.parametrize("fn", [kernels.layer_norm, kernels.rms_norm, kernels.softmax])
+def test_autocast_is_torchs_own(fn: Callable[..., Tensor]) -> None:
+    x = make(5, 37, dtype=torch.bfloat16)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = fn(x)
+        assert y.dtype == F.layer_norm(x, (37,)).dtype == torch.float32
+    assert torch.autograd.grad(y.sum(), x)[0].dtype == torch.bfloat16
+
+
 def test_more_than_2_to_31_elements() -> None:
     n, d = 2**31 // 8192 + 1, 8192
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
@@ -143,6 +234,8 @@ def test_more_than_2_to_31_elements() -> None:
     x[-1] = torch.randn(d).to(x)
     last = x[-1:].clone()
     assert torch.equal(kernels.rms_norm(x)[-1:], kernels.rms_norm(last))
+    assert torch.equal(kernels.layer_norm(x)[-1:], kernels.layer_norm(last))
+    assert torch.equal(kernels.softmax(x)[-1:], kernels.softmax(last))
     assert torch.equal(kernels.swiglu(x, x)[-1:], kernels.swiglu(last, last))
     x.requires_grad_()
     last.requires_grad_()

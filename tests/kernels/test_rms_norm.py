@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from overlapkit import kernels
 from tests.kernels.judge import compare, run, to_double
+from tests.kernels.strides import KINDS, strided
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(5, 37), (3,), (2, 3, 255), (3, 127), (0, 16), (300, 8), (2, 4097), (3, 8200)]
@@ -87,23 +88,6 @@ def test_what_is_frozen_gets_no_gradient(path: str, frozen: str) -> None:
     compare(ours(False, 0.0), torchs(False, 0.0), (x, weight), (make(5, 37, grad=False),))
 
 
-def strided(kind: str) -> Tensor:
-    if kind == "sliced":
-        return torch.randn(6, 50)[:, 5:42]
-    if kind == "every second row":
-        return torch.randn(12, 37)[::2]
-    if kind == "transposed":
-        return torch.randn(37, 6).t()
-    if kind == "permuted":
-        return torch.randn(2, 37, 3).permute(0, 2, 1)
-    if kind == "one row for all":
-        return torch.randn(1, 37).expand(6, 37)
-    return torch.randn(()).expand(6, 37)  # what sum().backward() hands down
-
-
-KINDS = ["sliced", "every second row", "transposed", "permuted", "one row for all", "one value for all"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_strides(path: str, kind: str) -> None:
     torch.manual_seed(2)
@@ -173,10 +157,10 @@ def opcheck_inputs() -> list[tuple[Any, ...]]:
     x, weight, residual = make(4, 3, 9), make(9), make(4, 3, 9)
     permuted = torch.randn(9, 4, 3).permute(1, 2, 0).requires_grad_()
     return [
-        (x, weight, None, EPS, 0.0),
-        (x, None, residual, EPS, 0.0),
-        (permuted, weight, residual, EPS, 1.0),
-        (make(0, 9), weight, None, EPS, 0.0),
+        (x, weight, None, EPS, 0.0, torch.float32),
+        (x, None, residual, EPS, 0.0, torch.float32),
+        (permuted, weight, residual, EPS, 1.0, torch.float32),
+        (make(0, 9), weight, None, EPS, 0.0, torch.float32),
     ]
 
 
@@ -261,6 +245,19 @@ def test_bad_input(path: str, arguments: dict[str, Any], error: type[Exception],
         kernels.rms_norm(**{"x": torch.ones(2, 4), **arguments})
 
 
-def test_several_dimensions_are_not_there_yet() -> None:
-    with pytest.raises(NotImplementedError, match=r"normalized_shape=\(2, 4\)"):
-        kernels.RMSNorm([2, 4])
+def test_module_over_several_dimensions(path: str) -> None:
+    theirs, mine = nn.RMSNorm((3, 4), eps=1e-6), kernels.RMSNorm((3, 4), eps=1e-6)
+    nn.init.normal_(theirs.weight)
+    mine.load_state_dict(theirs.state_dict())
+    x = torch.randn(5, 4, 3).transpose(1, 2)
+    torch.testing.assert_close(mine(x), theirs(x))
+    y, total = mine(x, residual=x)
+    torch.testing.assert_close((y, total), (theirs(2 * x), 2 * x))
+
+
+def test_module_refuses_another_shape_than_its_own() -> None:
+    """Without a weight only normalized_shape tells."""
+    with pytest.raises(ValueError, match=r"x has shape \(2, 8\): it has to end in normalized_shape, \(4,\)"):
+        kernels.RMSNorm(4, elementwise_affine=False)(torch.ones(2, 8))
+    with pytest.raises(ValueError, match=r"residual has shape \(1, 2, 4\): x needs \(3, 2, 4\)"):
+        kernels.RMSNorm((2, 4))(torch.ones(3, 2, 4), residual=torch.ones(1, 2, 4))

@@ -14,9 +14,21 @@ from overlapkit.kernels.arguments import (
     check_number,
     no_double_backward,
 )
+from overlapkit.kernels.sharded import loss_by_rows
 from overlapkit.launch import through_triton
 
 
+def _divisor(arguments: dict[str, Any]) -> Tensor:
+    """What the mean divides the sum by: the summed weights of the kept targets, or 0."""
+    logits, target, weight = arguments["logits"], arguments["target"], arguments.get("weight")
+    if target.is_floating_point():
+        classes = logits.shape[min(1, logits.dim() - 1)]
+        rows: Tensor = logits.new_full((), logits.numel() // classes, dtype=_wide(logits))
+        return rows
+    return _kept(target, weight, arguments.get("ignore_index", -100), _wide(logits))
+
+
+@loss_by_rows("logits", classes=1, whole=("weight",), count=_divisor)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -187,12 +199,16 @@ def _check_target(logits: Tensor, target: Tensor) -> None:
 
 def _count(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     """What the mean divides by: the summed weights of the kept targets, and 1 where that is 0."""
+    total = _kept(target, weight, ignore_index, dtype)
+    return total.clamp_min(1) if weight is None else torch.where(total == 0, 1, total)
+
+
+def _kept(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
     kept = target != ignore_index
     if weight is None:
-        return kept.sum().clamp_min(1)
+        return kept.sum()
     last = weight.shape[0] - 1  # a target out of range has told of itself already
-    total = torch.where(kept, weight.detach()[target.clamp(0, last)], 0).sum(dtype=dtype)
-    return torch.where(total == 0, 1, total)
+    return torch.where(kept, weight.detach()[target.clamp(0, last)], 0).sum(dtype=dtype)
 
 
 def _torch_alone(

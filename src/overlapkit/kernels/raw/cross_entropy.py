@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overlapkit.kernels.autotune import tuned
 from overlapkit.launch import as_rows, kernel, tile
 
 
@@ -166,6 +167,7 @@ def _backward(
     tl.store(out, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
 
 
+@tuned()
 def forward(
     logits: Tensor,
     target: Tensor,
@@ -208,6 +210,7 @@ def forward(
     return loss, lse, low
 
 
+@tuned()
 def backward(
     dloss: Tensor,
     dlse: Tensor | None,

@@ -1,0 +1,155 @@
+"""The time of kernels on a GPU beside their peers, and the share of the memory's speed that they reach.
+
+Forward, and forward with backward, each captured in a CUDA graph, so that no launch from Python counts. The
+variants are replayed in turns, the L2 cache flushed before each replay.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+import ceilings
+from figure import Figure
+from harness import Measurement, alternate, time_figure, timer_for
+from kernel_cases import CASES, Case, Function
+
+WIDTHS = (4096, 8192, 16_384)
+CLASSES = (32_768, 128_256)
+ELEMENTS = 2**27  # of each tensor: 256 MiB in bf16, beyond any cache
+SHARE = 90.0  # % of the copy bandwidth
+AHEAD = 1.0
+PEERS = {"liger": "liger_kernel", "quack": "quack"}
+LOSSES = ("cross_entropy", "cross_entropy_")
+
+
+def measure(names: list[str], quick: bool, device: torch.device) -> list[Figure]:
+    """Figures of each kernel at each width: share of copy bandwidth, time against each peer, peak memory."""
+    rounds = 5 if quick else 20
+    copy = copy_bandwidth(device, rounds)
+    figures = [Figure("copy bandwidth", copy / 1e9, "GB/s")]
+    figures += [
+        Figure(f"{peer}: not installed", None, "ms")
+        for peer, package in PEERS.items()
+        if find_spec(package) is None
+    ]
+    for name in names:
+        widths = CLASSES if name in LOSSES else WIDTHS
+        for d in widths[:1] if quick or name == "rope" else widths:
+            case = CASES[name](ELEMENTS // d, d, torch.bfloat16, device)
+            figures += case_figures(f"{name} {ELEMENTS // d:,} x {d:,}", case, device, rounds, copy)
+            del case
+            torch.cuda.empty_cache()
+    return figures
+
+
+def copy_bandwidth(device: torch.device, rounds: int) -> float:
+    """Bytes a second, read and written, of a copy of 1 GiB on the device."""
+    moves, sizes = ceilings.copies(2**30, device)
+    took = alternate({"copy": moves["copy"]}, rounds=rounds, warmup=2, timer=timer_for(device))
+    return sizes["copy"] / took["copy"].median
+
+
+def case_figures(title: str, case: Case, device: torch.device, rounds: int, copy: float) -> list[Figure]:
+    functions = {"ours": case.ours, **{p: fn for p, fn in case.peers.items() if usable(p)}}
+    functions["torch.compile"] = torch.compile(case.peers["torch"], dynamic=False)
+    floors = case.floors(outputs_of(case.ours(*case.inputs)))
+    figures = []
+    for peer in list(functions):
+        if peer != "ours" and (error := why_not(functions[peer], case)):
+            figures.append(Figure(f"{title} against {peer}: {error}", None, "us"))
+            del functions[peer]
+    for part in ("forward", "both"):
+        if part not in floors:
+            continue
+        took = times(functions, case, part == "both", device, rounds)
+        ours = took.pop("ours")
+        label = f"{title}, {'forward' if part == 'forward' else 'forward + backward'}"
+        share = 100 * floors[part] * case.passes.get(part, 1.0) / ours.median / copy
+        figures.append(Figure(f"{label}: of copy bandwidth", share, "%", better="higher", limit=SHARE))
+        figures += [
+            time_figure(f"{label} against {peer}", ours, other, unit="us", ratio_limit=AHEAD)
+            for peer, other in took.items()
+        ]
+    figures += memory_figures(title, functions, case, device)
+    return figures
+
+
+def usable(peer: str) -> bool:
+    return peer not in PEERS or find_spec(PEERS[peer]) is not None
+
+
+def why_not(function: Function, case: Case) -> str | None:
+    """What a peer raises: its versions differ, and one that fails must not cost the others' figures."""
+    try:
+        step(function, case, backward=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
+    return None
+
+
+def times(
+    functions: dict[str, Function], case: Case, backward: bool, device: torch.device, rounds: int
+) -> dict[str, Measurement]:
+    """Medians by variant."""
+    replays = {
+        name: captured(lambda fn=fn: step(fn, case, backward), device) for name, fn in functions.items()
+    }
+    return alternate(replays, rounds=rounds, warmup=2, timer=timer_for(device))
+
+
+def outputs_of(out: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
+
+
+def step(function: Function, case: Case, backward: bool) -> object:
+    """One pass; what it returns keeps a captured graph's results alive."""
+    if not backward:
+        with torch.no_grad():
+            return function(*case.inputs)
+    outputs = outputs_of(function(*case.inputs))
+    return torch.autograd.grad(outputs, case.leaves(), [torch.ones_like(o) for o in outputs])
+
+
+def captured(fn: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """A replay of fn; without a GPU fn itself, so that this file can be tried there."""
+    if device.type != "cuda":
+        return fn
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                fn()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = fn()
+
+    def replay(kept: object = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
+def memory_figures(
+    title: str, functions: dict[str, Function], case: Case, device: torch.device
+) -> list[Figure]:
+    """The peak of forward and backward beside the inputs."""
+    peaks = {name: peak_memory(lambda fn=fn: step(fn, case, True), device) for name, fn in functions.items()}
+    ours = peaks.pop("ours")
+    if ours is None:
+        return []
+    best = min(peaks, key=lambda name: peaks[name] or 0)
+    return [Figure(f"{title}: peak memory", ours, "MiB", "lower", best, peaks[best], ratio_limit=1.01)]
+
+
+def peak_memory(fn: Callable[[], object], device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    fn()
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
