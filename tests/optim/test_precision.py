@@ -64,7 +64,7 @@ def test_kernel_and_plain_torch_agree(options: dict, dtype: torch.dtype) -> None
         assert a.state[p]["step"] == b.state[q]["step"] == 3
 
 
-@pytest.mark.parametrize(("options", "dtype"), FORMS, ids=name)
+@pytest.mark.parametrize(("options", "dtype"), [FORMS[0], *FORMS[2:6], FORMS[6]], ids=name)
 def test_near_torch_in_fp32_after_twenty_steps(options: dict, dtype: torch.dtype, path: str) -> None:
     params = parameters(dtype, [(5, 140)])
     truth = [nn.Parameter(p.detach().float()) for p in params]

@@ -47,8 +47,7 @@ def clip_grad_norm_(
     check_clip(max_norm, norm_type)
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in listed if p.grad is not None]
-    for grad in grads:
-        check_dense(grad)
+    check_dense(grads)
     clipped = None if error_if_nonfinite else _in_two_launches(grads, max_norm, norm_type)
     if clipped is not None:
         return clipped
@@ -121,7 +120,7 @@ def _in_two_launches(grads: Sequence[Tensor], max_norm: float, norm_type: float)
     largest = float(norm_type) != 2.0
     form = Form(PLAIN, FP32, False)
     table = Table([Entry(grad, form, {}, 0, 0) for grad in grads], flat)
-    table.refresh(flat, (), max_norm)
+    table.refresh(flat, [g.data_ptr() for g in flat], (), max_norm)
     sums = summed_over_meshes(launcher.squares(table, largest=largest), table.meshes, largest=largest)
     norm = launcher.multiply(table, sums, largest=largest)
     torch.autograd.graph.increment_version([*grads, *flat])

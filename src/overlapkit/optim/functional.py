@@ -85,9 +85,9 @@ def adamw(
     group |= {"fused": True}
     check_group(group)
     check_precision(list(params), precision)
+    check_dense(grads)
     entries = []
-    for number, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-        check_dense(grad)
+    for number, (param, state) in enumerate(zip(params, states, strict=True)):
         form = form_of(param, precision, moments, amsgrad)
         check_form(param, form, None, None)
         entries.append(Entry(param, form, state, 0, number))

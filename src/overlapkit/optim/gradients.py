@@ -1,5 +1,6 @@
 """Gradients as the kernels read them: this rank's part, in the parameter's layout, in one of three dtypes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,11 +38,11 @@ def as_placed(param: Tensor, grad: Tensor) -> Tensor:
     return whole
 
 
-def check_dense(grad: Tensor) -> None:
-    """Refuse what has no place for most of its elements.
+def check_dense(grads: Sequence[Tensor]) -> None:
+    """Refuse gradients that have no place for most of their elements.
 
     Raises:
-        RuntimeError: It is sparse.
+        RuntimeError: One is sparse.
     """
-    if grad.is_sparse or grad.layout != torch.strided:
+    if {grad.layout for grad in grads} - {torch.strided}:
         raise RuntimeError("AdamW does not support sparse gradients: use torch.optim.SparseAdam")

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from overlapkit.optim.gradients import check_dense
 from overlapkit.optim.optimizer import AdamW
 from overlapkit.optim.updating import Updater
 
@@ -76,12 +77,11 @@ class AdamWInBackward(AdamW):
                 "each backward updates; call step() after each backward, or use AdamW"
             )
         self._updated.add(param)
-        params = self._parameters()
         updater = self._each.get(param)
         if updater is None:
-            updater = self._plan(params, [p.grad if p is param else None for p in params])
-            self._each[param] = updater
+            updater = self._each[param] = self._plan(self._parameters(), [param])
         assert param.grad is not None
+        check_dense([param.grad])
         updater.step([param.grad], self.param_groups, None, None, None, self._done)
         param.grad = None
 

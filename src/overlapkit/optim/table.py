@@ -58,7 +58,8 @@ class Table:
     def __init__(self, entries: Sequence[Entry], grads: Sequence[Tensor]) -> None:
         self.device = local(entries[0].param).device
         self._entries = entries
-        self._like = [(g.dtype, g.data_ptr() % 16 == 0) for g in grads]
+        self._dtypes = [grad.dtype for grad in grads]
+        self._aligned = [grad.data_ptr() % 16 == 0 for grad in grads]
         kinds = [_kind(entry, grad) for entry, grad in zip(entries, grads, strict=True)]
         self.kinds = tuple(sorted(set(kinds)))
         found = [shards_over(entry.param) for entry in entries]
@@ -72,14 +73,24 @@ class Table:
             rows[i] = _row(entry, self.kinds.index(kinds[i]), ends[i], self.meshes.index(found[i]))
         rows[-1, c.FIRST_BLOCK] = self.n_blocks
         starts = [bisect_right(ends, self.n_blocks * p // self.programs) - 1 for p in range(self.programs)]
-        self.rows = _sent(np.concatenate([rows.ravel(), np.array(starts, np.int64)]), self.device)[0]
+        # a graph that captured the copy reads its source at each replay
+        self.rows, self._source = _sent(np.concatenate([rows.ravel(), np.array(starts)]), self.device)
         self._fixed = [t for e in entries for t in (local(e.param), *(local(s) for s in e.state.values()))]
         self._numbers: tuple[Any, ...] = ()
         self._pointers: list[int] = []
         self._kept: list[Tensor] = []
+        self._plain: list[tuple[Any, ...]] | None = None
+        self._rows_of_groups: tuple[list[list[int]], list[Tensor]] = ([], [])
         self.tensors: list[Tensor] = []
         self.live: Tensor | None = None
         self._spare: Tensor | None = None
+
+    def _of_groups(self, groups: Sequence[dict[str, Any]]) -> tuple[list[list[int]], list[Tensor]]:
+        """`_numbers`, kept as long as they are Python's and the same."""
+        plain = _plain_numbers(groups)
+        if plain is None or plain != self._plain:
+            self._rows_of_groups, self._plain = _numbers(groups, self.device), plain
+        return self._rows_of_groups
 
     @property
     def captured(self) -> bool:
@@ -91,16 +102,19 @@ class Table:
         """Sums of squares that the update adds up: `summed_over_meshes` leaves one for each mesh."""
         return len(self.meshes) * (self.programs if self.meshes == [None] else 1)
 
-    def fits(self, grads: Sequence[Tensor]) -> bool:
+    def fits(self, grads: Sequence[Tensor], pointers: Sequence[int]) -> bool:
         """Whether gradients at other addresses can be put in: they are of the same dtypes and alignment."""
-        return [(g.dtype, g.data_ptr() % 16 == 0) for g in grads] == self._like
+        return [g.dtype for g in grads] == self._dtypes and [p % 16 == 0 for p in pointers] == self._aligned
 
     def refresh(
-        self, grads: Sequence[Tensor], groups: Sequence[dict[str, Any]], max_norm: float | None
+        self,
+        grads: Sequence[Tensor],
+        pointers: list[int],
+        groups: Sequence[dict[str, Any]],
+        max_norm: float | None,
     ) -> None:
         """Put in the gradients' addresses and the groups' numbers; copies nothing if they are as before."""
-        pointers = [g.data_ptr() for g in grads]
-        numbers, on_device = _numbers(groups, self.device)
+        numbers, on_device = self._of_groups(groups)
         head = (len(grads), self.n_blocks, self.n_sums, max_norm or 0.0)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self.tensors = [*self._fixed, *grads, *on_device]
@@ -120,6 +134,12 @@ class Table:
             self._spare = torch.empty(
                 len(words), dtype=torch.int64, pin_memory=True
             )  # none can be made while capturing
+
+
+def _plain_numbers(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
+    """The groups' numbers, or None where one is a tensor, which may have changed without being another."""
+    found = [(g["lr"], *g["betas"], g["eps"], g["weight_decay"], g["maximize"]) for g in groups]
+    return None if any(isinstance(x, Tensor) for row in found for x in row[:3]) else found
 
 
 def _kind(entry: Entry, grad: Tensor) -> int:

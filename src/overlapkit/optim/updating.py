@@ -1,6 +1,7 @@
 """One step of some parameters: through the kernel, through torch's own, or in plain torch."""
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class Updater:
                 self._plainly.append(i)
         self._calls = alike(self._entries, self._by_torch)
         self._tables: dict[torch.device, Table] = {}
+        self._looks: dict[torch.device, Any] = {}
+        self._sharded = any(local(entry.param) is not entry.param for entry in entries)
         self._changed = [
             t for i in sum(self._in_kernel.values(), []) for t in _memory(self._entries[i].param)
         ]
@@ -85,7 +88,7 @@ class Updater:
             clip_by_global_norm_(in_place, max_norm, norm)
             max_norm = None
         for device, places in self._in_kernel.items():
-            flat = [laid_out(self._entries[i].param, grads[i]) for i in places]
+            flat = self._laid_out(device, places, grads)
             found = self._launch(device, places, flat, groups, max_norm, scale, found_inf, done)
             norm = norm if found is None else found
         if self._changed:
@@ -95,6 +98,19 @@ class Updater:
         for call in self._calls:
             call.step(grads, groups[call.group], scale, found_inf)
         return norm
+
+    def _laid_out(self, device: torch.device, places: list[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """`laid_out`, without asking each one again where all look as in the step before."""
+        mine = [grads[i] for i in places]
+        if self._sharded:
+            return [laid_out(self._entries[i].param, grads[i]) for i in places]
+        look = [grad.dtype for grad in mine], [grad.stride() for grad in mine]
+        if look == self._looks.get(device):
+            return mine
+        flat = [laid_out(self._entries[i].param, grads[i]) for i in places]
+        if all(map(is_, flat, mine)):
+            self._looks[device] = look
+        return flat
 
     def _launch(
         self,
@@ -110,9 +126,10 @@ class Updater:
         from overlapkit.optim.raw import launcher
 
         table = self._tables.get(device)
-        if table is None or not table.fits(grads):
+        pointers = [grad.data_ptr() for grad in grads]
+        if table is None or not table.fits(grads, pointers):
             table = self._tables[device] = Table([self._entries[i] for i in places], grads)
-        table.refresh(grads, groups, max_norm)
+        table.refresh(grads, pointers, groups, max_norm)
         if table.captured and table not in self._graphs:
             self._graphs.append(table)
         if device not in done:
