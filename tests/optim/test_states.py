@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import overlapkit as ok
-from overlapkit.optim import clip_grad_norm_
+from overlapkit.optim import clip_grad_norm_, global_norm
 from overlapkit.optim.place import place_of
 from tests.interpreter import interpreter
 from tests.ranks import run_ranks
@@ -241,6 +241,7 @@ def _meshes(rank: int) -> tuple[float, float]:
     norms = []
     for kind in (2.0, float("inf")):
         truth = torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads]), kind)
+        torch.testing.assert_close(global_norm([p.grad for p in params], kind), truth, rtol=1e-6, atol=0)
         with interpreter():
             norm = clip_grad_norm_(params, 0.3, kind)
         torch.testing.assert_close(norm, truth, rtol=1e-6, atol=0)

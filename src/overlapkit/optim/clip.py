@@ -10,7 +10,8 @@ from torch import Tensor
 from overlapkit import launch
 from overlapkit.optim.arguments import check_clip
 from overlapkit.optim.columns import FP32, PLAIN
-from overlapkit.optim.gradients import check_dense
+from overlapkit.optim.gradients import as_placed, check_dense
+from overlapkit.optim.place import is_partial, shards_over
 from overlapkit.optim.state import Form, is_dense, local
 from overlapkit.optim.table import Entry, Table
 
@@ -75,13 +76,15 @@ def global_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     Returns:
         A plain 0-d tensor on the gradients' device, the same on every rank; zero where there are none.
     """
+    if float(norm_type) != 2.0:
+        return _largest(grads)
     by_mesh: dict[Any, list[Tensor]] = defaultdict(list)
     for grad in grads:
         by_mesh[getattr(grad, "device_mesh", None)].append(grad)
-    norms = [_plain(_norm(group, norm_type)) for group in by_mesh.values()]
+    norms = [_plain(_norm(group)) for group in by_mesh.values()]
     if len(norms) == 1:
         return norms[0]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def clip_by_global_norm_(grads: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -113,7 +116,7 @@ def _in_two_launches(grads: Sequence[Tensor], max_norm: float, norm_type: float)
     flat = [local(grad) for grad in grads]
     if len({g.device for g in flat}) != 1 or not all(launch.through_triton(g) and is_dense(g) for g in flat):
         return None
-    if any(placement.is_partial() for grad in grads for placement in getattr(grad, "placements", ())):
+    if any(map(is_partial, grads)):
         return None
     from overlapkit.optim.raw import launcher
 
@@ -147,13 +150,29 @@ def summed_over_meshes(
     return totals.view(torch.float32)
 
 
-def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
+def _norm(grads: list[Tensor]) -> Tensor:
     """Of half-precision gradients in fp32: a norm in bf16 has two digits."""
     if any(grad.dtype in (torch.bfloat16, torch.float16) for grad in grads):
-        norms = [torch.linalg.vector_norm(g, norm_type, dtype=_wide(g)) for g in grads]
-        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        norms = [torch.linalg.vector_norm(grad, dtype=_wide(grad)) for grad in grads]
+        whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return whole
-    return torch.nn.utils.get_total_norm(grads, norm_type)
+    return torch.nn.utils.get_total_norm(grads)
+
+
+def _largest(grads: Sequence[Tensor]) -> Tensor:
+    """The infinity norm, fp32. torch's has none where a tensor, or a rank's part of it, is empty."""
+    by_mesh: dict[Any, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        whole = as_placed(grad, grad) if not is_partial(grad) else _plain(grad)
+        if whole.numel():
+            largest = torch.linalg.vector_norm(whole, float("inf"), dtype=_wide(whole)).float()
+        else:
+            largest = torch.zeros((), device=whole.device)
+        by_mesh[None if is_partial(grad) else shards_over(grad)].append(largest)
+    if not by_mesh:
+        return torch.zeros(())
+    rows = torch.stack([torch.stack(found).amax() for found in by_mesh.values()])
+    return summed_over_meshes(rows[:, None], list(by_mesh), largest=True).amax()
 
 
 def _wide(grad: Tensor) -> torch.dtype:

@@ -54,3 +54,8 @@ def shards_over(grad: Tensor) -> tuple[Any, tuple[int, ...]] | None:
         if not placement.is_replicate() and sharded.device_mesh.size(i) > 1
     )
     return (sharded.device_mesh, dims) if dims else None
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Whether ranks hold summands of it."""
+    return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
