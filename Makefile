@@ -3,6 +3,7 @@
 #
 #   make demo            make test            make check           make bench
 #   make bench-input     make bench-checkpoint    make bench-kernels
+#   make bench-explain
 #   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
 # Tests run in two processes: many of them wait, for ranks that start or for what is late on purpose.
 
@@ -10,7 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check bench bench-input bench-checkpoint bench-kernels install clean
+.PHONY: demo test check bench bench-input bench-checkpoint bench-explain bench-kernels install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -29,7 +30,7 @@ bench: install
 	$(RUN) benchmarks/step.py $(ARGS)
 
 # With the peers, DALI among them: some 300 MB. SPDL also needs FFmpeg's libraries.
-bench-input bench-checkpoint bench-kernels: install
+bench-input bench-checkpoint bench-explain bench-kernels: install
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
 
