@@ -163,6 +163,24 @@ def test_cross_entropy(v: int) -> None:
     assert 1.5 <= count.total / size(logits, logits.grad) <= 1.51
 
 
+@pytest.mark.parametrize(("v", "passes"), [(32_768, 1.0), (128_256, 1.5)])
+def test_cross_entropy_in_place(v: int, passes: float) -> None:
+    """One read and one write; wide rows are read twice. Backward leaves rows alone whose gradient is 1."""
+    x, target = make(8, v), torch.arange(8)
+    with ledger() as count:
+        kernels.cross_entropy_(x * 1, target).backward()
+    assert passes <= count.total / (2 * size(x)) <= passes + 0.01
+
+
+def test_cross_entropy_in_place_scales_only_rows_that_need_it() -> None:
+    x = make(8, 4096)
+    loss = kernels.cross_entropy_(x * 1, torch.arange(8), reduction="none")
+    with ledger() as count:
+        loss.backward(torch.tensor([1.0] * 6 + [2.0] * 2))
+    assert count.loaded < 1.01 * size(x) / 4
+    assert count.stored == size(x) / 4
+
+
 def test_ignored_rows_cost_no_read_in_backward() -> None:
     logits = make(8, 4096)
     loss = kernels.cross_entropy(logits, torch.full((8,), -100))
