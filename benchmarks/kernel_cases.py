@@ -162,8 +162,8 @@ def rope(n: int, d: int, dtype: torch.dtype, device: torch.device) -> Case:
     q = normal(1, n, HEADS, HEAD, dtype=dtype, device=device)
     k = normal(1, n, GROUPS, HEAD, dtype=dtype, device=device)
     angles = torch.outer(torch.arange(n), 5e5 ** -(torch.arange(0, HEAD, 2) / HEAD)).to(device)
-    cos, sin = angles.cos(), angles.sin()
-    twice = [torch.cat([a, a], -1).to(dtype)[None] for a in (cos, sin)]
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)  # as peers want them
+    twice = [torch.cat([a, a], -1)[None] for a in (cos, sin)]
 
     def torchs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         def turn(x: Tensor) -> Tensor:
