@@ -2,7 +2,7 @@
 # Each first makes .venv and installs the package there, unless that is done. They need Python 3.11+.
 #
 #   make demo            make test            make check           make bench
-#   make bench-input     make bench-checkpoint
+#   make bench-input     make bench-checkpoint    make bench-kernels
 #   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
 # Tests run in two processes: many of them wait, for ranks that start or for what is late on purpose.
 
@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check bench bench-input bench-checkpoint install clean
+.PHONY: demo test check bench bench-input bench-checkpoint bench-kernels install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -29,7 +29,7 @@ bench: install
 	$(RUN) benchmarks/step.py $(ARGS)
 
 # With the peers, DALI among them: some 300 MB. SPDL also needs FFmpeg's libraries.
-bench-input bench-checkpoint: install
+bench-input bench-checkpoint bench-kernels: install
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)
 

@@ -38,7 +38,7 @@ from machine import ROOT, environment
 WEIGHTS = {"ceilings": 2, "tests": 6, "kernels": 6, "optim": 3, "input": 6, "checkpoint": 4, "step": 6}
 """Every part in the order in which it runs, with its weight in the sharing of the budget."""
 
-LONG = {"input"}
+LONG = {"input", "kernels"}
 """Parts whose whole run takes more than the budget: they run with --quick."""
 
 FAILED = 1

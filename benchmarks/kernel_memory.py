@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from figure import Figure
+from harness import alternate, time_figure, timer_for
 from kernel_cases import liger, nbytes
 from overlapkit import kernels
 
@@ -32,6 +33,10 @@ def head_figures(quick: bool, device: torch.device) -> list[Figure]:
         "ours": lambda: kernels.linear_cross_entropy(x, w, target, chunk_bytes=chunk),
         "torch": lambda: F.cross_entropy(F.linear(x, w).float(), target),
     }
+    if device.type == "cuda":
+        variants["torch.compile"] = torch.compile(variants["torch"], dynamic=False)
+    if device.type == "cuda" and hasattr(F, "linear_cross_entropy"):  # torch 2.13
+        variants["torch's own"] = lambda: F.linear_cross_entropy(x, w, target)
     if find_spec("liger_kernel") and device.type == "cuda":
         variants["liger"] = lambda: liger("fused_linear_cross_entropy", "FusedLinearCrossEntropy")(
             x, w, target
@@ -39,8 +44,9 @@ def head_figures(quick: bool, device: torch.device) -> list[Figure]:
     took = {name: extra_bytes(fn, [x, w], device) / 2**20 for name, fn in variants.items()}
     limit = (chunk + 4 * w.numel() + 4 * x.numel()) / 2**20 * 1.05
     logits = n * v * dtype.itemsize / 2**20
+    times = [] if device.type != "cuda" else head_times(variants, 3 if quick else 10, device)
     title = f"{HEAD} peak beside inputs and gradients, {n:,} x {d:,} x {v:,}, logits {logits:,.0f} MiB"
-    return [
+    return times + [
         Figure(
             f"{title}, against {peer}",
             took["ours"],
@@ -53,6 +59,19 @@ def head_figures(quick: bool, device: torch.device) -> list[Figure]:
         )
         for peer in took
         if peer != "ours"
+    ]
+
+
+def head_times(variants: dict[str, Callable[[], Tensor]], rounds: int, device: torch.device) -> list[Figure]:
+    """Forward and backward, launched from Python: beside such matrix products launches weigh nothing."""
+    calls: dict[str, Callable[[], object]] = {
+        n: (lambda fn=fn: fn().backward()) for n, fn in variants.items()
+    }
+    took = alternate(calls, rounds=rounds, warmup=2, timer=timer_for(device))
+    ours = took.pop("ours")
+    return [
+        time_figure(f"{HEAD} forward + backward against {peer}", ours, other, ratio_limit=1.0)
+        for peer, other in took.items()
     ]
 
 

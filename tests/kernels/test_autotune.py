@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -147,24 +148,29 @@ def test_a_damaged_file_is_measured_anew_and_replaced(
     assert [file] == list(tmp_path.iterdir())
 
 
-def test_ranks_that_write_at_once_leave_whole_files(tmp_path: Path) -> None:
-    """Each reads back a choice that somebody wrote, never a part of one."""
-    keys = [["kernel", n] for n in range(3)]
-    errors: list[Any] = []
+@pytest.mark.parametrize("links", [True, False])
+def test_ranks_that_write_at_once_take_one_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """The first one's, where the file system has links; a whole one where it has not."""
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(OSError("no links")))
+    keys, both = [["kernel", n] for n in range(50)], (HALF, Choice(0, 1))
+    found: dict[Choice, list[Choice]] = {}
 
-    def rank(choice: Choice) -> None:
-        for _ in range(30):
-            for key in keys:
-                module._Cache(tmp_path).write(key, choice)
-                if module._Cache(tmp_path).read(key) not in (HALF, Choice(0, 1)):
-                    errors.append(key)
+    def rank(mine: Choice) -> None:
+        cache = module._Cache(tmp_path)
+        found[mine] = [cache.write(key, mine) for key in keys]
 
-    ranks = [threading.Thread(target=rank, args=(choice,)) for choice in (HALF, Choice(0, 1))]
+    ranks = [threading.Thread(target=rank, args=(choice,)) for choice in both]
     for thread in ranks:
         thread.start()
     for thread in ranks:
         thread.join()
-    assert errors == []
+    kept = [module._Cache(tmp_path).read(key) for key in keys]
+    assert set(kept) <= set(both)
+    if links:
+        assert found[both[0]] == found[both[1]] == kept
     assert len(list(tmp_path.iterdir())) == len(keys)
 
 
@@ -241,3 +247,21 @@ def test_every_launcher_with_a_tile_can_be_tuned() -> None:
                     node.name,
                 )
     assert found >= 6
+
+
+def test_options_and_sources_are_part_of_a_key(
+    timed: Callable[..., Timer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def launcher(x: Tensor, options: tuple[float, ...]) -> None:
+        pass
+
+    timer, x = timed({}), torch.ones(3)
+    for options in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1), (0.2, 0.0)):  # which of them are there, not how large
+        kernels.autotune(lambda options=options: module.tuned()(launcher)(x, options), directory=tmp_path)
+    assert timer.asked == 27
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.py").write_text("1")
+    before = module._source(tmp_path / "raw")
+    (tmp_path / "raw" / "a.py").write_text("2")
+    module._source.cache_clear()
+    assert module._source(tmp_path / "raw") != before

@@ -215,12 +215,18 @@ def test_bytes_are_class_indices_too(path: str) -> None:
     torch.testing.assert_close(kernels.cross_entropy(logits, target), F.cross_entropy(logits, target))
 
 
-def test_class_probabilities_are_left_to_torch(path: str) -> None:
-    x, soft = torch.randn(4, 9), torch.rand(4, 9).softmax(-1)
-    for options in ({}, {"ignore_index": -1}):  # no class, and torch lets it pass
-        assert torch.equal(kernels.cross_entropy(x, soft, **options), F.cross_entropy(x, soft, **options))
-    with pytest.raises(NotImplementedError, match="class probabilities"):
-        kernels.cross_entropy(x, soft, z_loss=0.1)
+def test_class_probabilities(path: str) -> None:
+    x, soft, weight = torch.randn(4, 9, 2), torch.rand(4, 9, 2).softmax(1), torch.rand(9)
+    for options in ({}, {"ignore_index": -1}, {"label_smoothing": 0.1, "weight": weight}):  # -1 is no class
+        mine, theirs = kernels.cross_entropy(x, soft, **options), F.cross_entropy(x, soft, **options)
+        torch.testing.assert_close(mine, theirs)
+    lse = (3 * torch.tanh(x / 3)).logsumexp(1)
+    for reduction in ("none", "sum", "mean"):
+        right = F.cross_entropy(3 * torch.tanh(x / 3), soft, reduction="none") + 0.1 * lse**2
+        right = right if reduction == "none" else getattr(right, reduction)()
+        more = {"z_loss": 0.1, "softcap": 3.0, "return_lse": True}
+        torch.testing.assert_close(kernels.cross_entropy(x, soft, reduction=reduction, **more), (right, lse))
+    assert kernels.cross_entropy(x[:0], soft[:0]) == 0
 
 
 def test_inputs_are_left_alone_and_gradients_repeat(interpreted: None) -> None:
@@ -265,9 +271,9 @@ def test_opcheck(interpreted: None, case: int) -> None:
     x, target = make(4, 9)
     permuted = torch.randn(9, 4).t().requires_grad_()
     arguments = [
-        (x, target, None, -100, 0.0, 0.0, 0.0),
-        (permuted, target, torch.rand(9), -100, 0.1, 0.1, 3.0),
-        (torch.randn(0, 9, requires_grad=True), target[:0], None, -100, 0.0, 0.0, 0.0),
+        (x, target, None, -100, 0.0, 0.0, 0.0, ""),
+        (permuted, target, torch.rand(9), -100, 0.1, 0.1, 3.0, ""),
+        (torch.randn(0, 9, requires_grad=True), target[:0], None, -100, 0.0, 0.0, 0.0, ""),
     ]
     torch.library.opcheck(torch.ops.overlapkit.cross_entropy.default, arguments[case])
 

@@ -1,6 +1,8 @@
 """The compiled kernels, on a GPU: values, devices, streams, sizes, and nothing that waits."""
 
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +50,31 @@ def case(name: str, n: int, d: int, dtype: torch.dtype, device: str = "cuda") ->
             (x,),
             grad,
         )
+    if name == "cross_entropy_":
+        target = torch.randint(d, (n,), device=device)
+        return (
+            lambda x: kernels.cross_entropy_(x * 1, target),
+            lambda x: (
+                F.cross_entropy(x if x.dtype == torch.float64 else x.float(), target, reduction="sum")
+                / max(n, 1)
+            ),
+            (x,),
+            (torch.randn((), device=device),),
+        )
+    if name == "linear_cross_entropy":
+        target = torch.randint(d, (n,), device=device)
+        hidden, head = make(n, 64, dtype=dtype, device=device), make(d, 64, dtype=dtype, device=device)
+
+        def linear(x: Tensor, w: Tensor) -> Tensor:
+            logits = F.linear(x, w)
+            return F.cross_entropy(
+                logits if x.dtype == torch.float64 else logits.float(), target, reduction="sum"
+            )
+
+        def chunked(x: Tensor, w: Tensor) -> Any:
+            return kernels.linear_cross_entropy(x, w, target, reduction="sum", chunk_bytes=2**20)
+
+        return chunked, linear, (hidden, head), (torch.ones((), device=device),)
     if name == "layer_norm":
         return (
             lambda x, w, b, other: kernels.layer_norm(x, w, b, residual=other),
@@ -104,10 +131,12 @@ def rope_case(n: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
 
 NAMES = [
     "cross_entropy",
+    "cross_entropy_",
     "dropout_add",
     "geglu",
     "geglu_packed",
     "layer_norm",
+    "linear_cross_entropy",
     "rms_norm",
     "rope",
     "softmax",
@@ -167,6 +196,23 @@ def test_cross_entropys_options_and_mean_do_not_wait() -> None:
         (loss + lse.mean()).backward()
 
     without_waiting(step)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_cross_entropy_keeps_to_its_budget(reduction: str) -> None:
+    x, w = make(4096, 256, dtype=torch.bfloat16), make(50_257, 256, dtype=torch.bfloat16)
+    target, budget = torch.randint(50_257, (4096,), device="cuda"), 2**25
+
+    def step() -> None:
+        loss = kernels.linear_cross_entropy(x, w, target, reduction=reduction, chunk_bytes=budget)
+        torch.autograd.grad(loss.sum(), (x, w))
+
+    without_waiting(step)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    gradients = 2 * 2 * x.numel() + (4 + 2) * w.numel()
+    assert torch.cuda.max_memory_allocated() - before < budget + gradients + 2**22
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -237,6 +283,16 @@ def test_more_than_2_to_31_elements() -> None:
     assert torch.equal(kernels.layer_norm(x)[-1:], kernels.layer_norm(last))
     assert torch.equal(kernels.softmax(x)[-1:], kernels.softmax(last))
     assert torch.equal(kernels.swiglu(x, x)[-1:], kernels.swiglu(last, last))
+    heads, end = x.view(1, n, 64, 128), last.view(1, 1, 64, 128)
+    angle, third = torch.rand(4, 64, device="cuda"), torch.full((n,), 3, device="cuda")
+    for interleaved in (False, True):
+        tables = {"cos": angle.cos(), "sin": angle.sin(), "interleaved": interleaved}
+        turned, k = kernels.rope(heads, heads[:, :, :1], positions=third, **tables)
+        expected = kernels.rope(end, end[:, :, :1], positions=third[:1], **tables)
+        assert torch.equal(turned[:, -1:], expected[0])
+        assert torch.equal(k[:, -1:], expected[1])
+    packed = kernels.geglu_packed(x, "gate_up")
+    assert torch.equal(packed[-1:], kernels.geglu_packed(last, "gate_up"))
     x.requires_grad_()
     last.requires_grad_()
     target = torch.zeros(n, dtype=torch.int64, device="cuda")
@@ -245,3 +301,18 @@ def test_more_than_2_to_31_elements() -> None:
     assert x.grad is not None
     assert last.grad is not None
     assert torch.equal(x.grad[-1:], last.grad)
+
+
+def test_autotune_measures_here_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(import_module("overlapkit.kernels.autotune"), "_cache", None)
+    x = make(4096, 4096, dtype=torch.bfloat16)
+    before = kernels.rms_norm(x)
+    found = kernels.autotune(lambda: kernels.rms_norm(x).sum().backward(), directory=tmp_path)
+    assert [one.name.split()[0] for one in found] == ["norm_forward.forward", "norm_backward.backward"]
+    for one in found:
+        assert one.by_rule is not None
+        assert one.seconds is not None
+        assert 0 < one.seconds <= one.by_rule < 0.1
+    again = kernels.autotune(lambda: kernels.rms_norm(x), directory=tmp_path)
+    assert [(one.choice, one.seconds) for one in again] == [(found[0].choice, None)]
+    torch.testing.assert_close(kernels.rms_norm(x), before)

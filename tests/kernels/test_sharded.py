@@ -171,6 +171,29 @@ def test_a_softmax_and_what_is_spread_over_it(path: str) -> None:
         assert found[4] == [(S2,)] * 2
 
 
+def test_dropout_draws_another_mask_for_each_shard_and_one_for_replicas(path: str) -> None:
+    def run(rank: int) -> list[Tensor]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        x = torch.ones(2, 4, 64)
+        found = []
+        for seed in (7, torch.tensor(7)):
+            inputs = [distributed(x.requires_grad_(), mesh, [S0, R]) for _ in "xr"]
+            y = kernels.dropout_add(*inputs, 0.5, seed)
+            (dx,) = torch.autograd.grad(y, inputs[:1], torch.ones_like(y))
+            found += [y.to_local() - 1.0, dx.to_local()]
+        return found
+
+    ranks = run_ranks(4, run)
+    for y, dx, again, _ in ranks:
+        assert torch.equal(y, dx)
+        assert torch.equal(y, again)
+    first = kernels.dropout_add(torch.ones(1, 4, 64), torch.zeros(1, 4, 64), 0.5, 7)
+    assert torch.equal(ranks[0][0], first)
+    assert torch.equal(ranks[0][0], ranks[1][0])
+    assert torch.equal(ranks[2][0], ranks[3][0])
+    assert 0.4 < (ranks[0][0] == ranks[2][0]).float().mean() < 0.6
+
+
 def packed(x: Tensor) -> Tensor:
     return kernels.geglu_packed(x, "up_gate", "tanh")
 
@@ -211,6 +234,29 @@ def test_the_loss_is_that_of_all_ranks(path: str, weighted: bool) -> None:
 
     for found in run_ranks(2, run):
         assert found == [(Partial(),)] * 4 + [(S0,), (S1,)] + [(Partial(),)] * 2
+
+
+def test_the_losses_in_place_and_of_a_linear_layer(path: str) -> None:
+    def run(rank: int) -> list[Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        target = torch.tensor([-100, 1, -100, -100, 1, 2, 5, 1, 1])
+        found = []
+        for options in ({}, {"reduction": "none"}):
+
+            def in_place(x: Tensor, t: Tensor, options: dict[str, Any] = options) -> Any:
+                return kernels.cross_entropy_(x * 1, t, **options)
+
+            def head(x: Tensor, w: Tensor, t: Tensor, options: dict[str, Any] = options) -> Any:
+                return kernels.linear_cross_entropy(x, w, t.view(x.shape[:-1]), chunk_bytes=200, **options)
+
+            found += check(in_place, (leaf(9, 7), target), ([S0], [S0]), mesh)[:1]
+            found += check(head, (leaf(9, 4), leaf(7, 4), target), ([S0], [R], [S0]), mesh)
+        check(head, (leaf(9, 4), leaf(7, 4), target), ([S0], None, [S0]), mesh)
+        return found
+
+    one = [(Partial(),), (Partial(),), (S0,), (Partial(),)]
+    assert run_ranks(2, run) == [one + [(S0,), (S0,), (S0,), (Partial(),)]] * 2
 
 
 @pytest.fixture
@@ -315,6 +361,15 @@ def test_the_dimension_that_a_softmax_sums_over_is_whole(fake_ranks: DeviceMesh)
     for placed, dim in ((S1, 1), (S0, -2)):
         with pytest.raises(ValueError, match=f"x is sharded in dimension {dim % 2}, along its rows"):
             kernels.softmax(distributed(leaf(8, 8), fake_ranks, [R, placed]), dim)
+
+
+def test_dropout_needs_a_seed_that_ranks_agree_on(fake_ranks: DeviceMesh) -> None:
+    x = distributed(leaf(8, 8), fake_ranks, [R, S0])
+    with pytest.raises(ValueError, match="seed=None: x is a DTensor: pass the same seed on all ranks"):
+        kernels.dropout_add(x, x)
+    assert torch.equal(kernels.dropout_add(x, x, training=False).to_local(), 2 * x.to_local())
+    with pytest.raises(TypeError, match="seed='a' is a str"):
+        kernels.dropout_add(x, x, seed="a")
 
 
 def test_meshes_that_differ(fake_ranks: DeviceMesh) -> None:

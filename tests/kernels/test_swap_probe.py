@@ -267,8 +267,11 @@ def with_experts() -> nn.Module:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_only_looks_so_is_left_alone(make: Callable[[], nn.Module], reason: str) -> None:
+def test_what_only_looks_so_is_left_alone(
+    make: Callable[[], nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = make()
+    monkeypatch.setattr(torch, "manual_seed", lambda _: pytest.fail("seeds the GPUs' generators"))
     kind, state = type(module), torch.get_rng_state()
     result = kernels.swap(module)
     assert result.changed == []

@@ -42,13 +42,13 @@ def check_not_negative(name: str, value: float) -> None:
         raise ValueError(f"{name}={value}: allowed are finite numbers from 0 up")
 
 
-def no_double_backward(op: str) -> Callable[..., None]:
+def no_double_backward(op: str, instead: str = "") -> Callable[..., None]:
     """The backward of a backward: an error in words, where a wrong gradient would be silent."""
+    instead = instead or f"torch's own function, e.g. on float64 tensors, which {op} always hands to torch"
 
-    def refuse(ctx: object, *grads: Tensor) -> None:
+    def refuse(*ctx_and_grads: object) -> None:
         raise RuntimeError(
-            f"{op} cannot be differentiated twice through Triton: for second derivatives (create_graph=True) "
-            f"use torch's own function, e.g. on float64 tensors, which {op} always hands to torch"
+            f"{op} cannot be differentiated twice: for second derivatives (create_graph=True) use {instead}"
         )
 
     return refuse

@@ -56,7 +56,7 @@ def autotune(step: Callable[[], object], *, directory: str | os.PathLike[str] | 
         step: Anything that calls kernels on a GPU, backward included. It runs as ever, with the same results
             up to rounding; in-place kernels get their inputs back between measurements.
         directory: Where choices are kept. None: that of OVERLAPKIT_AUTOTUNE, or overlapkit/autotune in the
-            user's cache directory (XDG_CACHE_HOME). Several ranks may write to it at once.
+            user's cache directory (XDG_CACHE_HOME). Ranks that share it and tune at once take the same.
 
     Raises:
         RuntimeError: `step` launched no kernel that can be tuned, as on a CPU.
@@ -82,7 +82,7 @@ def tuned(*, restores: Sequence[str] = ()) -> Callable[[Launcher], Launcher]:
     """
 
     def decorate(launcher: Launcher) -> Launcher:
-        source = hashlib.sha256(Path(launcher.__code__.co_filename).read_bytes()).hexdigest()[:16]
+        source = _source(Path(launcher.__code__.co_filename).parent)
         name = f"{launcher.__module__.rpartition('.')[2]}.{launcher.__name__}"
         names = launcher.__code__.co_varnames
 
@@ -96,7 +96,11 @@ def tuned(*, restores: Sequence[str] = ()) -> Callable[[Launcher], Launcher]:
             else:
                 named = dict(zip(names, args, strict=False)) | kwargs
                 with torch.cuda.device_of(args[0]):
-                    choice = _tune(key, lambda: launcher(*args, **kwargs), [named[n] for n in restores])
+                    choice = _tune(
+                        key,
+                        lambda: launcher(*args, **kwargs),
+                        [x for n in restores if (x := named.get(n)) is not None],
+                    )
             with launch.choosing(choice):
                 return launcher(*args, **kwargs)
 
@@ -124,8 +128,8 @@ def _tune(key: list[Any], call: Callable[[], object], written: Sequence[Tensor])
     best = min(took, key=lambda choice: took[choice])
     if took[best] > _GAIN * took[BY_RULE]:
         best = BY_RULE
-    _cache.write(key, best)
-    _tuning(Tuned(title, best, took[best], took[BY_RULE]))
+    best = _cache.write(key, best)
+    _tuning(Tuned(title, best, took.get(best), took[BY_RULE]))
     return best
 
 
@@ -144,17 +148,25 @@ def _too_large() -> tuple[type[Exception], ...]:
 
 
 def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """What a choice depends on: the GPU, the compiler, dtypes, widths, rows up to the next power of two."""
-    for index, value in enumerate((*args, *kwargs.values())):
+    """What a choice depends on: the compiler, the GPU, dtypes, widths, rows up to the next power of two."""
+    yield _compiler()
+    yield _gpu(args[0].device)
+    for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            if index == 0:
-                yield _compiler()
-                yield _gpu(value.device)
             wide = value.shape[-1] if value.dim() else 1
             rows = launch.next_power_of_2(value.numel() // max(wide, 1))
             yield f"{rows}x{wide}:{str(value.dtype).removeprefix('torch.')}"
+        elif isinstance(value, tuple):
+            yield "".join("+" if one else "-" for one in value)
         else:
             yield str(value) if isinstance(value, str | torch.dtype) else bool(value)
+
+
+@functools.cache
+def _source(folder: Path) -> str:
+    """Of all raw kernels there, and of how they are launched."""
+    files = [*sorted(folder.glob("*.py")), Path(launch.__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 @functools.cache
@@ -170,7 +182,7 @@ def _gpu(device: torch.device) -> str:
 
 
 class _Cache:
-    """One small file for each key, read once a process and replaced whole: ranks may write it at once."""
+    """One small file for each key, read once a process and made whole: ranks may do so at once."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -182,14 +194,23 @@ class _Cache:
             self._known[text] = self._on_disk(text)
         return self._known[text]
 
-    def write(self, key: list[Any], choice: Choice) -> None:
+    def write(self, key: list[Any], choice: Choice) -> Choice:
+        """Keep a choice, and return the one that holds: of several ranks the first one's."""
         text = json.dumps(key)
-        self._known[text] = choice
         self.directory.mkdir(parents=True, exist_ok=True)
         handle, path = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
             json.dump({"key": key, "choice": choice}, file)
-        os.replace(path, self._file(text))
+        try:
+            os.link(path, self._file(text))  # fails where there is one
+        except OSError:
+            if (first := self._on_disk(text)) is not None:
+                choice = first
+            else:  # damaged, or no links in this file system
+                os.replace(path, self._file(text))
+        Path(path).unlink(missing_ok=True)
+        self._known[text] = choice
+        return choice
 
     def _file(self, text: str) -> Path:
         return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"

@@ -1,34 +1,35 @@
 """Cross entropy over class indices, with all of torch's options, z-loss, logit soft-capping and the lse."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlapkit.kernels.arguments import (
-    check_floating,
-    check_like,
-    check_not_negative,
-    check_number,
-    no_double_backward,
-)
+from overlapkit.kernels.arguments import check_floating, check_like
+from overlapkit.kernels.cross_entropy_ops import cross_entropy as _cross_entropy
+from overlapkit.kernels.cross_entropy_options import as_indices, check_options, group_name
+from overlapkit.kernels.cross_entropy_plain import wide
+from overlapkit.kernels.cross_entropy_rows import count, kept
 from overlapkit.kernels.sharded import loss_by_rows
 from overlapkit.launch import through_triton
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-def _divisor(arguments: dict[str, Any]) -> Tensor:
+
+def divisor(arguments: dict[str, Any]) -> Tensor:
     """What the mean divides the sum by: the summed weights of the kept targets, or 0."""
     logits, target, weight = arguments["logits"], arguments["target"], arguments.get("weight")
     if target.is_floating_point():
         classes = logits.shape[min(1, logits.dim() - 1)]
-        rows: Tensor = logits.new_full((), logits.numel() // classes, dtype=_wide(logits))
+        rows: Tensor = logits.new_full((), logits.numel() // classes, dtype=wide(logits.dtype))
         return rows
-    return _kept(target, weight, arguments.get("ignore_index", -100), _wide(logits))
+    return kept(target, weight, arguments.get("ignore_index", -100), wide(logits.dtype))
 
 
-@loss_by_rows("logits", classes=1, whole=("weight",), count=_divisor)
+@loss_by_rows("logits", classes=1, whole=("weight",), count=divisor)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -40,6 +41,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     return_lse: bool = False,
+    vocab_group: "ProcessGroup | None" = None,
 ) -> Any:
     """Cross entropy of logits and class indices, as torch.nn.functional.cross_entropy, computed in fp32.
 
@@ -49,7 +51,7 @@ def cross_entropy(
     * The loss of half-precision logits is float32, as torch's is under autocast.
     * On a GPU a target out of range gives NaN for its row (loss and gradient); on the CPU torch raises.
 
-    Float targets (class probabilities) are left to torch. None of them can be ignored.
+    Float targets (class probabilities) run through torch's own operations. None of them can be ignored.
 
     Args:
         logits: (V,), (N, V) or (N, V, ...), floating point, any strides. V last is read without a copy.
@@ -61,6 +63,11 @@ def cross_entropy(
         z_loss: Adds z_loss * lse^2 to the loss of each row (PaLM, section 5), reduced as the rest is.
         softcap: Replaces the logits by softcap * tanh(logits / softcap), as Gemma 2 does; None for not.
         return_lse: Also return the log-sum-exp of each row, differentiable.
+        vocab_group: The process group that the classes are sharded over, or None. Rank r of its R ranks
+            passes the logits of classes r * V/R up to (r + 1) * V/R, and the same target and weight (of all
+            V classes) as the others. All ranks get the same loss, bit for bit, by one all-gather of 16 bytes
+            a row and rank; each gets the gradient of its own logits. Pad V to a multiple of R with
+            logits of -inf (without softcap, which would raise them to -softcap).
 
     Returns:
         The loss, float32 (float64 for float64 logits): () or, for "none", target's shape. With
@@ -68,42 +75,33 @@ def cross_entropy(
 
     Raises:
         TypeError: An argument is of a wrong type.
-        ValueError: An option is out of range; shapes, devices or dtypes do not fit; ignore_index is
-            set and target holds class probabilities.
-        NotImplementedError: z_loss, softcap or return_lse with class probabilities.
-        RuntimeError: A second derivative was asked for, on a GPU.
+        ValueError: An option is out of range; shapes, devices or dtypes do not fit; ignore_index or
+            vocab_group is set and target holds class probabilities.
+        RuntimeError: A second derivative was asked for, on a GPU or with a vocab_group.
     """
-    _check_options(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logits)
+    check_options(ignore_index, reduction, label_smoothing, z_loss, softcap)
+    group, ranks = group_name(vocab_group)
+    check_logits(logits, weight, ranks)
     if isinstance(target, Tensor) and target.is_floating_point():
-        if ignore_index >= 0:  # below it is no class, and torch lets it pass
-            raise ValueError(
-                f"ignore_index={ignore_index}: target holds class probabilities, of which none is ignored; "
-                "leave it out, or pass class indices (int64)"
-            )
-        if z_loss or softcap is not None or return_lse:
-            raise NotImplementedError(
-                "target holds class probabilities: z_loss, softcap and return_lse need class indices (int64)"
-            )
-        x = logits.to(_wide(logits))
-        weight = None if weight is None else weight.to(x.dtype)
-        return F.cross_entropy(
-            x, target.to(x.dtype), weight, reduction=reduction, label_smoothing=label_smoothing
-        )
-    if isinstance(target, Tensor) and target.dtype == torch.uint8:
-        target = target.long()  # torch takes bytes for class indices, too
-    _check_target(logits, target)
-    in_triton = through_triton(logits)
-    if not (in_triton or z_loss or softcap is not None or return_lse):
+        _check_probabilities(ignore_index, group)
+        loss, lse = _of_probabilities(logits, target, weight, reduction, label_smoothing, z_loss, softcap)
+        return (loss, lse) if return_lse else loss
+    target = check_target(logits, target)
+    in_operator = through_triton(logits) or bool(group)
+    if not (in_operator or z_loss or softcap is not None or return_lse):
         return _torch_alone(logits, target, weight, ignore_index, reduction, label_smoothing)
     rows = logits if logits.dim() <= 2 else logits.movedim(1, -1)
     rows, flat = rows.reshape(-1, logits.shape[min(1, logits.dim() - 1)]), target.reshape(-1)
-    rowwise = _cross_entropy if in_triton else _plain
-    loss, lse, *_ = rowwise(rows, flat, weight, ignore_index, label_smoothing, z_loss, softcap or 0.0)
+    options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
+    if in_operator:
+        loss, lse, _ = _cross_entropy(rows, flat, weight, *options, group)
+    else:
+        loss, lse = _plain(rows, flat, weight, *options)
     loss, lse = loss.view(target.shape), lse.view(target.shape)
     if reduction != "none":
         loss = loss.sum()
     if reduction == "mean":
-        loss = loss / _count(flat, weight, ignore_index, loss.dtype)
+        loss = loss / count(flat, weight, ignore_index, loss.dtype)
     return (loss, lse) if return_lse else loss
 
 
@@ -113,6 +111,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     z_loss: float = 0.0
     softcap: float | None = None
     return_lse: bool = False
+    vocab_group: "ProcessGroup | None" = None
 
     def __init__(
         self,
@@ -124,6 +123,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         z_loss: float = 0.0,
         softcap: float | None = None,
         return_lse: bool = False,
+        vocab_group: "ProcessGroup | None" = None,
     ) -> None:
         super().__init__(
             weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
@@ -131,6 +131,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.z_loss = z_loss
         self.softcap = softcap
         self.return_lse = return_lse
+        self.vocab_group = vocab_group
 
     def forward(self, logits: Tensor, target: Tensor) -> Any:
         """Return what `cross_entropy` returns, for logits (N, V, ...) and target (N, ...)."""
@@ -144,71 +145,58 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             z_loss=self.z_loss,
             softcap=self.softcap,
             return_lse=self.return_lse,
+            vocab_group=self.vocab_group,
         )
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _check_options(
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logits: Tensor,
-) -> None:
+def check_logits(logits: Tensor, weight: Tensor | None, ranks: int) -> None:
+    """Refuse logits without classes, and weights of other classes than theirs."""
     check_floating("logits", logits)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index={ignore_index!r} is a {type(ignore_index).__name__}: pass an int")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r}: allowed are 'mean', 'sum' and 'none'")
-    check_number("label_smoothing", label_smoothing)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={label_smoothing}: allowed is 0 to 1")
-    check_not_negative("z_loss", z_loss)
-    if softcap is not None:
-        check_not_negative("softcap", softcap)
-        if softcap == 0.0:
-            raise ValueError("softcap=0.0 leaves no logits: pass a positive number, or None for no cap")
     classes = logits.shape[min(1, logits.dim() - 1)]
     if classes == 0:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: there must be at least one class")
     if weight is not None:
-        check_like("weight", weight, (classes,), "logits", logits)
+        of = "logits" if ranks == 1 else f"logits on {ranks} ranks of {classes} classes"
+        check_like("weight", weight, (classes * ranks,), of, logits)
 
 
-def _check_target(logits: Tensor, target: Tensor) -> None:
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target is a {type(target).__name__}: pass a torch.Tensor of class indices")
-    if target.dtype != torch.int64:
-        raise ValueError(f"target has dtype {target.dtype}: pass int64 class indices, e.g. target.long()")
-    wanted = () if logits.dim() == 1 else logits.shape[:1]
-    if logits.dim() > 2:
-        wanted += logits.shape[2:]
-    if target.shape != wanted:
-        raise ValueError(
-            f"target has shape {tuple(target.shape)}: logits of shape {tuple(logits.shape)} need "
-            f"{tuple(wanted)} (the classes are dimension 1; flatten (B, T, V) logits to (B*T, V))"
-        )
-    if target.device != logits.device:
-        raise ValueError(f"target is on {target.device}, logits on {logits.device}: move target there")
+def check_target(logits: Tensor, target: Tensor) -> Tensor:
+    """Return class indices that fit logits (V,), (N, V) or (N, V, ...), as int64."""
+    wanted = () if logits.dim() == 1 else (*logits.shape[:1], *logits.shape[2:])
+    remedy = " (the classes are dimension 1; flatten (B, T, V) logits to (B*T, V))"
+    return as_indices(target, wanted, "logits", logits, remedy)
 
 
-def _count(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """What the mean divides by: the summed weights of the kept targets, and 1 where that is 0."""
-    total = _kept(target, weight, ignore_index, dtype)
-    return total.clamp_min(1) if weight is None else torch.where(total == 0, 1, total)
+def _check_probabilities(ignore_index: int, group: str) -> None:
+    for name, given in (("ignore_index", ignore_index >= 0), ("vocab_group", bool(group))):
+        if given:  # an ignore_index below 0 is no class, and torch lets it pass
+            value = f"{name}={ignore_index if name == 'ignore_index' else group!r}"
+            raise ValueError(
+                f"{value}: target holds class probabilities, for which there is none; "
+                "leave it out, or pass class indices (int64)"
+            )
 
 
-def _kept(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    kept = target != ignore_index
-    if weight is None:
-        return kept.sum()
-    last = weight.shape[0] - 1  # a target out of range has told of itself already
-    return torch.where(kept, weight.detach()[target.clamp(0, last)], 0).sum(dtype=dtype)
+def _of_probabilities(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Loss and lse for target (N, V, ...) of class probabilities."""
+    x = _capped(logits, softcap or 0.0)
+    weight = None if weight is None else weight.to(x.dtype)
+    loss = F.cross_entropy(x, target.to(x.dtype), weight, reduction="none", label_smoothing=label_smoothing)
+    lse = torch.logsumexp(x, dim=min(1, x.dim() - 1))
+    if z_loss:
+        loss = loss + z_loss * lse.square()
+    if reduction != "none":
+        rows = loss.numel() if reduction == "mean" else 1
+        loss = loss.sum() / max(rows, 1)
+    return loss, lse
 
 
 def _torch_alone(
@@ -220,7 +208,7 @@ def _torch_alone(
     label_smoothing: float,
 ) -> Tensor:
     """One call of torch's, where it has all that was asked for. Only its mean over nothing must be mended."""
-    x = logits if logits.dtype == torch.float32 else logits.to(_wide(logits))
+    x = logits if logits.dtype == torch.float32 else logits.to(wide(logits.dtype))
     w = None if weight is None else weight.detach().to(x.dtype)
 
     def loss(reduction: str) -> Tensor:
@@ -234,7 +222,7 @@ def _torch_alone(
         mean = loss("mean")
         if not math.isnan(mean.item()):  # the CPU can look, and that costs less than counting first
             return mean
-    return loss("sum") / _count(target, w, ignore_index, x.dtype)
+    return loss("sum") / count(target, w, ignore_index, x.dtype)
 
 
 def _plain(
@@ -246,10 +234,8 @@ def _plain(
     z_loss: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """The rows' losses and lse in torch's own operations."""
-    x = logits.to(_wide(logits))
-    if softcap:
-        x = softcap * torch.tanh(x / softcap)
+    """The rows' losses and lse in torch's own operations, which autograd knows."""
+    x = _capped(logits, softcap)
     w = None if weight is None else weight.detach().to(x.dtype)
     loss = F.cross_entropy(
         x, target, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
@@ -260,90 +246,6 @@ def _plain(
     return loss, lse
 
 
-@torch.library.custom_op("overlapkit::cross_entropy", mutates_args=())
-def _cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from overlapkit.kernels.raw.cross_entropy import forward
-
-    return forward(logits, target, weight, ignore_index, label_smoothing, z_loss, softcap)
-
-
-@_cross_entropy.register_fake
-def _(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    return loss, torch.empty_like(loss), torch.empty_like(loss)
-
-
-@torch.library.custom_op("overlapkit::cross_entropy_backward", mutates_args=())
-def _cross_entropy_backward(
-    dloss: Tensor,
-    dlse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    low: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-) -> Tensor:
-    from overlapkit.kernels.raw.cross_entropy import backward
-
-    options = (ignore_index, label_smoothing, z_loss, softcap)
-    return backward(dloss, dlse, logits, target, weight, lse, low, *options)
-
-
-@_cross_entropy_backward.register_fake
-def _(
-    dloss: Tensor,
-    dlse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    low: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, target, weight, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
-    _, lse, low = output
-    ctx.mark_non_differentiable(low)
-    ctx.save_for_backward(logits, target, weight, lse, low)
-
-
-def _differentiate(
-    ctx: Any, dloss: Tensor | None, dlse: Tensor | None, _: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    logits, target, weight, lse, low = ctx.saved_tensors
-    if dloss is None and dlse is None:
-        return None, None, None, None, None, None, None
-    dloss = torch.zeros_like(lse) if dloss is None else dloss
-    dlogits = _cross_entropy_backward(dloss, dlse, logits, target, weight, lse, low, *ctx.options)
-    return dlogits, None, None, None, None, None, None
-
-
-_cross_entropy.register_autograd(_differentiate, setup_context=_save)
-_cross_entropy_backward.register_autograd(no_double_backward("cross_entropy"))
+def _capped(logits: Tensor, softcap: float) -> Tensor:
+    x = logits.to(wide(logits.dtype))
+    return softcap * torch.tanh(x / softcap) if softcap else x

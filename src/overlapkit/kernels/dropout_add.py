@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from overlapkit.kernels.arguments import check_floating, check_like, check_number, no_double_backward
+from overlapkit.kernels.sharded import by_rows
 from overlapkit.launch import through_triton
 
 
+@by_rows("x", "residual", seed="seed")
 def dropout_add(
     x: Tensor,
     residual: Tensor,
@@ -32,7 +34,8 @@ def dropout_add(
             torch.manual_seed, activation recomputation and CUDA graphs have their usual effect. An int64
             is a mask that repeats: take another one for each layer and step, and for each rank. A tensor of
             one int64 on the device of x is the same without a new launch argument: a captured CUDA graph
-            reads what it holds at each replay. It must not change between forward and backward.
+            reads what it holds at each replay. It must not change between forward and backward. DTensors
+            need one, the same on all ranks: each shard makes another mask of it.
         training: False returns residual + x, and needs no seed. So does p=0.
 
     Returns:

@@ -15,10 +15,15 @@ from overlapkit.kernels.shards import Shards
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LAST = -1
+_DISTRIBUTED = torch.distributed.is_available()
 
 
 def by_rows(
-    *rows: str, whole: Sequence[str] = (), broadcast: Sequence[str] = (), dim: str | None = None
+    *rows: str,
+    whole: Sequence[str] = (),
+    broadcast: Sequence[str] = (),
+    dim: str | None = None,
+    seed: str | None = None,
 ) -> Callable[[Function], Function]:
     """Decorate a function of rows, so that it takes DTensors too; plain tensors pass untouched.
 
@@ -31,6 +36,8 @@ def by_rows(
         broadcast: Names of tensors that broadcast against the first of `rows`, plain (the same on all
             ranks) or DTensors that lie anyhow.
         dim: Name of the argument that says which dimension is whole, where that need not be the last.
+        seed: Name of the argument that random numbers follow from: each shard gets another. Without a
+            `training` of False it is needed, for ranks that have the same rows must draw the same.
     """
 
     def decorate(fn: Function) -> Function:
@@ -45,7 +52,14 @@ def by_rows(
             shards = Shards.of(named, dict.fromkeys(rows, along), whole, broadcast)
             if shards is None:
                 return fn(*args, **kwargs)
-            return shards.wrap(fn(**shards.local(named)))
+            local = shards.local(named)
+            if seed is not None and named.get("training", True):
+                if named.get(seed) is None:
+                    raise ValueError(
+                        f"{seed}=None: {rows[0]} is a DTensor: pass the same {seed} on all ranks"
+                    )
+                local[seed] = shards.seed(named[seed])
+            return shards.wrap(fn(**local))
 
         return cast(Function, with_dtensors)
 
@@ -98,6 +112,8 @@ def loss_by_rows(
 
 def any_subclass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there is more to look at. All that most calls pay: torch's DTensor is not imported for them."""
+    if not _DISTRIBUTED:
+        return False
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and type(value) is not Tensor and type(value) is not nn.Parameter:
             return True

@@ -115,6 +115,17 @@ class Shards:
         whole = self.partial(share).redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
         return whole.to_local()
 
+    def seed(self, seed: Any) -> Any:
+        """A seed that only the ranks with the same rows have; what is no seed stays as it is."""
+        at = 0
+        for dim, p in enumerate(self.placements):
+            if not p.is_replicate():
+                at = at * self.mesh.size(dim) + self.mesh.get_local_rank(dim)
+        if at == 0 or isinstance(seed, bool) or not isinstance(seed, int | Tensor):
+            return seed
+        step = at * 0x5851F42D4C957F2D  # far from the seeds that a user counts up
+        return seed + _wrapped(step) if isinstance(seed, Tensor) else _wrapped(seed + step)
+
     def _placements(self, whole: int | None) -> "list[Placement]":
         return [_moved(p, None, whole) for p in self.placements]
 
@@ -187,6 +198,11 @@ def part(
     if tuple(x.placements) != tuple(wanted):
         x = x.redistribute(mesh, wanted)
     return x.to_local(grad_placements=grads)
+
+
+def _wrapped(number: int) -> int:
+    """An integer as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _n_sharded(x: "DTensor") -> int:

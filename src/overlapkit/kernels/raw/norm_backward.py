@@ -215,7 +215,9 @@ def backward(
     dsum_rows = dy_rows if dsum is None else as_rows(dsum)
     n_rows, n_cols = rows.shape
     wide = n_cols > WIDEST_ONE_PASS
-    block = Tile(1, 1024, 4) if wide else tile(n_rows, n_cols, elements=2048, whole_rows=True)
+    # One program a processor waits for each of its tiles, so these are as large as registers allow.
+    elements = 16_384 // x.element_size()
+    block = Tile(1, 1024, 4) if wide else tile(n_rows, n_cols, elements=elements, whole_rows=True)
     n_shares = _shares(n_rows, n_cols, block, processors(x.device))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dweight = x.new_empty((n_shares, n_cols if need_dweight else 0), dtype=torch.float32)
@@ -234,7 +236,15 @@ def backward(
         means = _means(dy_rows, rows, inputs[3:], offset, given)
         grid = n_shares * -(-n_cols // block.cols)
         _backward_columns.launch(
-            grid, *inputs, *means, *outputs, *numbers, warps=block.warps, **flags, BLOCK_COLS=block.cols
+            grid,
+            *inputs,
+            *means,
+            *outputs,
+            *numbers,
+            warps=block.warps,
+            resident=True,
+            **flags,
+            BLOCK_COLS=block.cols,
         )
     else:
         flags |= {"BLOCK_ROWS": block.rows, "BLOCK_COLS": block.cols}

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlapkit.launch import kernel, next_power_of_2
+from overlapkit.kernels.autotune import tuned
+from overlapkit.launch import kernel, next_power_of_2, tile
 
 
 @triton.jit
@@ -151,6 +152,7 @@ def _rotate(
     )
 
 
+@tuned()
 def rotate(
     q: Tensor,
     k: Tensor,
@@ -170,12 +172,11 @@ def rotate(
     q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     batch, length, q_heads, n_cols = q.shape
     n_positions, half = cos.shape[-2:]
-    wide = next_power_of_2(half)
-    q_block, k_block = (min(next_power_of_2(x.shape[2]), max(1, 1024 // wide)) for x in (q, k))
-    block = max(1, min(16, 1024 // (wide * max(q_block, k_block))))
-    rest = n_cols - 2 * half
+    most, rest = max(q_heads, k.shape[2]), n_cols - 2 * half
+    block = tile(batch * length * most, n_cols, elements=2048, whole_rows=True)  # a row is a token's head
+    tokens = max(1, block.rows // next_power_of_2(most))
     _rotate.launch(
-        -(-batch * length // block),
+        -(-batch * length // tokens),
         q,
         k,
         cos,
@@ -195,14 +196,14 @@ def rotate(
         k.shape[2],
         n_cols,
         half,
-        warps=4,
+        warps=block.warps,
         HAS_POSITIONS=positions is not None,
         INTERLEAVED=interleaved,
         INVERSE=inverse,
-        BLOCK_TOKENS=block,
-        BLOCK_Q_HEADS=q_block,
-        BLOCK_K_HEADS=k_block,
-        BLOCK_HALF=wide,
+        BLOCK_TOKENS=tokens,
+        BLOCK_Q_HEADS=min(next_power_of_2(q_heads), block.rows // tokens),
+        BLOCK_K_HEADS=min(next_power_of_2(k.shape[2]), block.rows // tokens),
+        BLOCK_HALF=next_power_of_2(half),
         BLOCK_REST=next_power_of_2(rest) if rest else 0,
     )
     return q_out, k_out

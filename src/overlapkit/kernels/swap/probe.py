@@ -87,7 +87,7 @@ def choose(module: nn.Module, found: list[Norm] | list[Gated]) -> Norm | Gated |
     smallest, failure = float("inf"), None
     with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dtypes that torch has no fused form for
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed GPUs, too
         for how, dtype in [(how, dtype) for how in found for dtype in dtypes]:
             try:
                 difference = max(_differences(module, how, dtype))
