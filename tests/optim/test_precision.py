@@ -214,6 +214,8 @@ def test_memory_of_meta_parameters_and_of_groups() -> None:
     assert AdamW.memory(meta, precision="bf16_sr", moments="int8") == 64 + 2 * (12_800 + 448)
     groups = [{"params": meta, "amsgrad": True}, {"params": [("name", meta[0])]}]
     assert AdamW.memory(groups) == 2 * 64 + 12_800 * (14 + 10)
+    with pytest.raises(ValueError, match="precision='fp8'"):
+        AdamW.memory(meta, precision="fp8")
     assert len(make(meta, [ok.AdamW(meta)._form(meta[0], {"amsgrad": False})], None)) == 1
 
 
