@@ -158,14 +158,11 @@ def geglu(n: int, d: int, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def rope(n: int, d: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """Of n tokens with heads of Llama 3 8B; d is not asked for. Peers want tokens behind heads.
-
-    Angles have the dtype of q for all, as transformers hands them over: in float32 they would be more bytes.
-    """
+    """Of n tokens with heads of Llama 3 8B; d is not asked for. Peers want tokens behind heads."""
     q = normal(1, n, HEADS, HEAD, dtype=dtype, device=device)
     k = normal(1, n, GROUPS, HEAD, dtype=dtype, device=device)
     angles = torch.outer(torch.arange(n), 5e5 ** -(torch.arange(0, HEAD, 2) / HEAD)).to(device)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)  # as peers want them
     twice = [torch.cat([a, a], -1)[None] for a in (cos, sin)]
 
     def torchs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:

@@ -16,8 +16,10 @@ import overlapkit
 ROOT = Path(__file__).resolve().parent.parent
 
 _PACKAGES = (
+    "holistictraceanalysis",
     "liger-kernel",
     "matplotlib",
+    "msgspec",
     "numpy",
     "nvidia-dali-cuda120",
     "nvidia-dali-cuda130",

@@ -362,13 +362,16 @@ def fake_cuda() -> Iterator[FakeCuda]:
             machine.local.stream = before
 
     def factory(make: Any) -> Any:
-        def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        def build(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+            pinned = kwargs.pop("pin_memory", None)
             if device is None or torch.device(device).type != "cuda":
-                return make(*args, device=device, **kwargs)
-            kwargs.pop("pin_memory", None)
+                made = make(*args, device=device, **kwargs)
+                if pinned:
+                    machine.pinned[made.untyped_storage().data_ptr()] = made.untyped_storage().nbytes()
+                return made
             return on_device(make(*args, **kwargs))
 
-        return made
+        return build
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
@@ -406,6 +409,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
         "synchronize": lambda device=None: [machine.host_waits(s.clock) for s in machine.streams.values()],
         "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister),
         "max_memory_allocated": lambda device=None: 0,

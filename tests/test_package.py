@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "overlapkit").rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-HARD = {"torch", "safetensors", "numpy", "rich", "typer", "xxhash"}
+HARD = {"torch", "msgspec", "safetensors", "numpy", "rich", "typer", "xxhash"}
 OPTIONAL = {
     "torchdata": "data",
     "nvidia": "images",
@@ -147,7 +147,7 @@ def test_optional_packages_come_through_require_with_their_extra(path):
 
 def test_extras_are_what_they_are_said_to_be():
     extras = PROJECT["optional-dependencies"]
-    hard = {"torch>=2.11", "safetensors", "numpy", "rich", "typer", "xxhash>=2"}
+    hard = {"torch>=2.11", "msgspec>=0.19", "safetensors", "numpy", "rich", "typer", "xxhash>=2"}
     assert set(PROJECT["dependencies"]) == hard
     assert {name: extras[name] for name in extras.keys() - {"dev", "docs", "bench"}} == {
         "data": ["torchdata"],

@@ -60,6 +60,7 @@ def test_the_metadata_asks_for_what_is_stated(metadata):
     needs = metadata.get_all("Requires-Dist")
     assert {need for need in needs if "extra ==" not in need} == {
         "torch>=2.11",
+        "msgspec>=0.19",
         "safetensors",
         "numpy",
         "rich",
@@ -118,5 +119,5 @@ def test_installing_beside_torch_changes_nothing_installed(installed, wheel, tmp
     assert done.returncode == 0, done.stderr
     added = {item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]}
     assert added & installed.keys() == set()
-    hard = {"torch", "safetensors", "numpy", "rich", "typer", "xxhash"}
+    hard = {"torch", "msgspec", "safetensors", "numpy", "rich", "typer", "xxhash"}
     assert hard | {"overlapkit"} <= added | installed.keys()

@@ -1,6 +1,7 @@
-"""The command line: `overlapkit checkpoint ls|show|verify|diff|export|import`.
+"""The command line: `overlapkit checkpoint ls|show|verify|diff|export|import` and `overlapkit explain`.
 
-Exit status: 0 all is well, 1 a checkpoint is damaged or two differ (or the work failed), 2 wrong usage.
+Exit status: 0 all is well, 1 a checkpoint or trace is damaged or two checkpoints differ (or the work failed),
+2 wrong usage.
 What takes long to import is imported by the command that needs it.
 """
 
@@ -31,6 +32,32 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.callback()
 def overlapkit() -> None:
     """Parts for PyTorch training loops whose lanes run at once."""
+
+
+@app.command(epilog="Exit status: 0 read (whatever it shows), 1 a trace is damaged, 2 wrong usage.")
+def explain(
+    trace: Annotated[
+        list[str],
+        typer.Argument(help="Traces of torch.profiler (.json, .json.gz, .tar.gz) or a folder: one a rank."),
+    ],
+    as_json: AsJson = False,
+    plot: Annotated[
+        str | None, typer.Option(help="Draw the lanes of the first rank's last steps into this PNG.")
+    ] = None,
+) -> None:
+    """Say what profiler traces expose: lanes, seven answers, the late rank, and what to change."""
+    with _exit_status():
+        from overlapkit.checkpoint import tables
+        from overlapkit.measure import explain as read
+
+        with tables.progress_bar("reading") as progress:
+            report = read(trace, progress=progress)
+        if plot is not None:
+            report.plot(plot, steps=min(8, report.steps))
+        if as_json:
+            tables.print_json(report.to_dict())
+        else:
+            print(report)
 
 
 @checkpoint.command()
@@ -229,8 +256,9 @@ def _exit_status() -> Iterator[None]:
         raise typer.Exit(2) from None
     except (RuntimeError, OSError) as error:
         from overlapkit.checkpoint import CheckpointError
+        from overlapkit.measure import TraceError
 
-        if not isinstance(error, CheckpointError | OSError):
+        if not isinstance(error, CheckpointError | TraceError | OSError):
             raise
         _complain(f"error: {error}")
         raise typer.Exit(1) from None

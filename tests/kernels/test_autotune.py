@@ -247,3 +247,21 @@ def test_every_launcher_with_a_tile_can_be_tuned() -> None:
                     node.name,
                 )
     assert found >= 6
+
+
+def test_options_and_sources_are_part_of_a_key(
+    timed: Callable[..., Timer], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def launcher(x: Tensor, options: tuple[float, ...]) -> None:
+        pass
+
+    timer, x = timed({}), torch.ones(3)
+    for options in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1), (0.2, 0.0)):  # which of them are there, not how large
+        kernels.autotune(lambda options=options: module.tuned()(launcher)(x, options), directory=tmp_path)
+    assert timer.asked == 27
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.py").write_text("1")
+    before = module._source(tmp_path / "raw")
+    (tmp_path / "raw" / "a.py").write_text("2")
+    module._source.cache_clear()
+    assert module._source(tmp_path / "raw") != before

@@ -169,6 +169,15 @@ def test_compiled_in_one_graph_is_the_same(path: str, reduction: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_opcheck(path: str) -> None:
+    x, target = make(4, 9)
+    options = (-100, 0.1, 0.1, 3.0, "")
+    sliced = torch.randn(4, 20)[:, 3:12]
+    arguments = (sliced, target, torch.rand(9), torch.rand(()), *options)
+    torch.library.opcheck(torch.ops.overlapkit.cross_entropy_.default, arguments)
+    torch.library.opcheck(torch.ops.overlapkit.scale_rows_.default, (x.detach(), torch.rand(4)))
+
+
 def test_recomputed_activations(path: str) -> None:
     x, target = make(7, 45)
     head = torch.randn(45, 45)

@@ -1,6 +1,8 @@
 """The compiled kernels, on a GPU: values, devices, streams, sizes, and nothing that waits."""
 
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,6 +283,16 @@ def test_more_than_2_to_31_elements() -> None:
     assert torch.equal(kernels.layer_norm(x)[-1:], kernels.layer_norm(last))
     assert torch.equal(kernels.softmax(x)[-1:], kernels.softmax(last))
     assert torch.equal(kernels.swiglu(x, x)[-1:], kernels.swiglu(last, last))
+    heads, end = x.view(1, n, 64, 128), last.view(1, 1, 64, 128)
+    angle, third = torch.rand(4, 64, device="cuda"), torch.full((n,), 3, device="cuda")
+    for interleaved in (False, True):
+        tables = {"cos": angle.cos(), "sin": angle.sin(), "interleaved": interleaved}
+        turned, k = kernels.rope(heads, heads[:, :, :1], positions=third, **tables)
+        expected = kernels.rope(end, end[:, :, :1], positions=third[:1], **tables)
+        assert torch.equal(turned[:, -1:], expected[0])
+        assert torch.equal(k[:, -1:], expected[1])
+    packed = kernels.geglu_packed(x, "gate_up")
+    assert torch.equal(packed[-1:], kernels.geglu_packed(last, "gate_up"))
     x.requires_grad_()
     last.requires_grad_()
     target = torch.zeros(n, dtype=torch.int64, device="cuda")
@@ -289,3 +301,18 @@ def test_more_than_2_to_31_elements() -> None:
     assert x.grad is not None
     assert last.grad is not None
     assert torch.equal(x.grad[-1:], last.grad)
+
+
+def test_autotune_measures_here_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(import_module("overlapkit.kernels.autotune"), "_cache", None)
+    x = make(4096, 4096, dtype=torch.bfloat16)
+    before = kernels.rms_norm(x)
+    found = kernels.autotune(lambda: kernels.rms_norm(x).sum().backward(), directory=tmp_path)
+    assert [one.name.split()[0] for one in found] == ["norm_forward.forward", "norm_backward.backward"]
+    for one in found:
+        assert one.by_rule is not None
+        assert one.seconds is not None
+        assert 0 < one.seconds <= one.by_rule < 0.1
+    again = kernels.autotune(lambda: kernels.rms_norm(x), directory=tmp_path)
+    assert [(one.choice, one.seconds) for one in again] == [(found[0].choice, None)]
+    torch.testing.assert_close(kernels.rms_norm(x), before)

@@ -5,6 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,7 +15,7 @@ from overlapkit import kernels
 from overlapkit.kernels.linear_cross_entropy_chunks import chunk_rows
 from tests.kernels.judge import compare, run, to_double
 from tests.kernels.test_cross_entropy import truth
-from tests.ranks import one_rank_group
+from tests.ranks import one_rank_group, run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FULL: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0}
@@ -350,10 +353,39 @@ def test_module_has_torchs_names(path: str) -> None:
         torch.testing.assert_close(mine(x, target), theirs(x, target))
 
 
-def test_a_sharded_weight_is_an_error_in_words() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 16)
+        self.loss = kernels.LinearCrossEntropyLoss(16, 45, bias=True)
 
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        return self.loss(self.body(x), target)
+
+
+def two_steps(rank: int | None) -> list[Any]:
+    """The loss and the gradients of two backward passes, with the head as an FSDP2 unit on each rank."""
+    torch.manual_seed(0)
+    model = Model()
+    if rank is not None:
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model.loss, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    x, target = torch.randn(8, 6), torch.randint(45, (8,))
+    for _ in range(2):
+        loss = model(x, target)
+        loss.backward()
+    grads = [p.grad for p in model.parameters()]
+    return [loss.detach(), *(g if rank is None else g.full_tensor() for g in grads)]  # type: ignore[union-attr]
+
+
+def test_the_head_as_an_fsdp2_unit() -> None:
+    right = two_steps(None)
+    for found in run_ranks(2, two_steps):
+        torch.testing.assert_close(found, right)
+
+
+def test_a_sharded_weight_is_an_error_in_words() -> None:
     (x, w, _), target = make()
     with one_rank_group():
         sharded = distribute_tensor(w.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])  # type: ignore[union-attr]

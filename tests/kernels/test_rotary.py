@@ -45,6 +45,18 @@ def test_converting_the_model_leaves_the_tables_as_they_are(cast: str) -> None:
     assert torch.equal(module.sin, before[1])
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_made_where_bfloat16_is_the_default(device: str) -> None:
+    expected = kernels.RotaryEmbedding(8, 2048)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = kernels.RotaryEmbedding(8, 2048, device=device)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert module.cos.dtype == torch.float32
+    assert torch.equal(module.to_empty(device="cpu").cos, expected.cos)
+
+
 def test_from_the_meta_device() -> None:
     """to_empty hands out memory with anything in it; assign=True hands out nothing at all."""
     expected = kernels.RotaryEmbedding(8, 16)

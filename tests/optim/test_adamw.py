@@ -1,7 +1,6 @@
 """AdamW against torch.optim.AdamW (bitwise), an fp64 reference of the paper, and torch's own clipping."""
 
 import copy
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,10 @@ import torch
 from torch import nn
 
 import overlapkit as ok
+from overlapkit import launch
 from overlapkit.optim import clip_by_global_norm_, global_norm
-from tests.cuda_fake import fake_cuda, module_on_device, on_device
+from tests.cuda_fake import CudaTensor, fake_cuda, module_on_device, on_device
+from tests.interpreter import interpreter
 from tests.ranks import one_rank_group
 
 
@@ -336,6 +337,17 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_norm=0": lambda: ok.AdamW(net.parameters(), max_norm=0),
         "precision='fp8'": lambda: ok.AdamW(net.parameters(), precision="fp8"),
         "moments='fp4'": lambda: ok.AdamW(net.parameters(), moments="fp4"),
+        "is for bf16 parameters": lambda: ok.AdamW(net.parameters(), precision="bf16_sr"),
+        "precision='fp32', and": lambda: ok.AdamW(model().bfloat16().parameters(), precision="fp32"),
+        "its range is too small": lambda: ok.AdamW(model().half().parameters()),
+        "foreach=True: torch's own": lambda: ok.AdamW(net.parameters(), moments="bf16", foreach=True),
+        "fused=False: torch's own": lambda: ok.AdamW(model().bfloat16().parameters(), fused=False),
+        "amsgrad=True with moments='int8'": lambda: ok.AdamW(
+            nn.Linear(64, 3).parameters(), moments="int8", amsgrad=True
+        ),
+        "a part of another tensor": lambda: ok.AdamW(
+            [nn.Parameter(torch.zeros(4, 6)[:, ::2])], moments="bf16"
+        ),
         "differentiable=True": lambda: ok.AdamW(net.parameters(), differentiable=True),
         "exclude each other": lambda: ok.AdamW(net.parameters(), foreach=True, fused=True),
         "complex64": lambda: ok.AdamW([torch.zeros(2, dtype=torch.complex64, requires_grad=True)]),
@@ -352,6 +364,7 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         "eps=None": lambda: ok.AdamW(net.parameters(), eps=None),
         "weight_decay=True": lambda: ok.AdamW(net.parameters(), weight_decay=True),
         "max_norm='1'": lambda: ok.AdamW(net.parameters(), max_norm="1"),
+        "max_norm is a tensor": lambda: ok.AdamW(net.parameters(), max_norm=torch.tensor(1.0)),
         "amsgrad='x'": lambda: ok.AdamW(net.parameters(), amsgrad="x"),
         "foreach='x'": lambda: ok.AdamW(net.parameters(), foreach="x"),
         "lr='y'": lambda: ok.AdamW([{"params": net.parameters(), "lr": "y"}]),
@@ -365,11 +378,6 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(optimizer.param_groups) == 1
     with pytest.raises(ValueError, match="'param_groups'"):
         optimizer.load_state_dict({})
-    for missing in ({"precision": "bf16_sr"}, {"moments": "int8"}):
-        with pytest.raises(NotImplementedError, match="not available yet"):
-            ok.AdamW(net.parameters(), **missing)
-    with pytest.raises(NotImplementedError, match="half precision"):
-        ok.AdamW(model().bfloat16().parameters())
     sparse = nn.Embedding(4, 2, sparse=True)
     optimizer = ok.AdamW(sparse.parameters())
     sparse(torch.tensor([1])).sum().backward()
@@ -380,30 +388,20 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         ok.AdamW(net.parameters())
 
 
-@pytest.mark.gpu
-def test_cuda_is_bitwise_torch_without_a_sync() -> None:
-    nets = [model().cuda() for _ in range(2)]
-    a = ok.AdamW(nets[0].parameters(), max_norm=0.5)
-    b = torch.optim.AdamW(nets[1].parameters(), fused=True)
-    for step in range(5):
-        for net in nets:
-            gradients_on = torch.Generator("cuda").manual_seed(step)
-            for p in net.parameters():
-                p.grad = torch.randn(p.shape, generator=gradients_on, device="cuda")
-        torch.nn.utils.clip_grad_norm_(nets[1].parameters(), 0.5)
-        b.step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            a.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    pairs = itertools.starmap(torch.equal, zip(nets[0].parameters(), nets[1].parameters(), strict=True))
-    assert all(pairs)
-
-
-def test_scheduling_on_a_gpu_waits_for_nothing() -> None:
+def test_scheduling_on_a_gpu_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's copies and both launches on a recorder of streams; the launches run in the interpreter."""
     net = model()
-    with fake_cuda() as machine:
+    monkeypatch.setattr(launch, "processors", lambda device: 2)
+    launches = []
+
+    def run(self: launch.Kernel, grid: int, *args: Any, warps: int, resident: bool, **constants: Any) -> None:
+        launches.append(self.__name__)
+        machine.stream.launch()
+        raw = [a.raw if isinstance(a, CudaTensor) else a for a in args]
+        self.interpreted[(grid,)](*raw, **constants)
+
+    monkeypatch.setattr(launch.Kernel, "launch", run)
+    with interpreter(), fake_cuda() as machine:
         there = module_on_device(model())
         a = ok.AdamW(there.parameters(), max_norm=0.5)
         b = ok.AdamW(net.parameters(), max_norm=0.5)
@@ -411,10 +409,14 @@ def test_scheduling_on_a_gpu_waits_for_nothing() -> None:
             gradients(net, step)
             for p, q in zip(net.parameters(), there.parameters(), strict=True):
                 q.grad = on_device(p.grad.clone())
+            launches.clear()
+            copies = len(machine.copies)
             a.step()
+            assert launches == ["squares", "update"]
+            assert len(machine.copies) - copies <= (2 if step == 0 else 1)  # and none where nothing changed
             b.step()
         assert machine.syncs == 0
         assert machine.faults == []
         assert a.grad_norm.is_cuda
         for p, q in zip(net.parameters(), there.parameters(), strict=True):
-            torch.testing.assert_close(p.detach(), q.detach().raw)
+            assert torch.equal(p.detach(), q.detach().raw)

@@ -82,7 +82,7 @@ def tuned(*, restores: Sequence[str] = ()) -> Callable[[Launcher], Launcher]:
     """
 
     def decorate(launcher: Launcher) -> Launcher:
-        source = hashlib.sha256(Path(launcher.__code__.co_filename).read_bytes()).hexdigest()[:16]
+        source = _source(Path(launcher.__code__.co_filename).parent)
         name = f"{launcher.__module__.rpartition('.')[2]}.{launcher.__name__}"
         names = launcher.__code__.co_varnames
 
@@ -148,18 +148,25 @@ def _too_large() -> tuple[type[Exception], ...]:
 
 
 def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """What a choice depends on: the GPU, the compiler, dtypes, widths, rows up to the next power of two."""
-    for index, value in enumerate((*args, *kwargs.values())):
+    """What a choice depends on: the compiler, the GPU, dtypes, widths, rows up to the next power of two."""
+    yield _compiler()
+    yield _gpu(args[0].device)
+    for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            if index == 0:
-                yield _compiler()
-                yield _gpu(value.device)
             wide = value.shape[-1] if value.dim() else 1
             rows = launch.next_power_of_2(value.numel() // max(wide, 1))
             yield f"{rows}x{wide}:{str(value.dtype).removeprefix('torch.')}"
+        elif isinstance(value, tuple):
+            yield "".join("+" if one else "-" for one in value)
         else:
-            for option in value if isinstance(value, tuple) else (value,):
-                yield str(option) if isinstance(option, str | torch.dtype) else bool(option)
+            yield str(value) if isinstance(value, str | torch.dtype) else bool(value)
+
+
+@functools.cache
+def _source(folder: Path) -> str:
+    """Of all raw kernels there, and of how they are launched."""
+    files = [*sorted(folder.glob("*.py")), Path(launch.__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 @functools.cache

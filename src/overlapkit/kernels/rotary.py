@@ -88,7 +88,8 @@ class RotaryEmbedding(nn.Module):
     def _fill(self, device: torch.device) -> None:
         """Compute both tables."""
         if device.type == "meta":
-            self.cos, self.sin = (torch.empty(self.max_positions, self.dim // 2, device=device) for _ in "cs")
+            shape = (self.max_positions, self.dim // 2)
+            self.cos, self.sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in "cs")
             return
         place = device if device.type == "cuda" else torch.device("cpu")  # others may have no float64
         frequency = _frequencies(self.dim, self.base, self.scaling).to(place).double()

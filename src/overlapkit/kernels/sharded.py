@@ -15,6 +15,7 @@ from overlapkit.kernels.shards import Shards
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LAST = -1
+_DISTRIBUTED = torch.distributed.is_available()
 
 
 def by_rows(
@@ -111,6 +112,8 @@ def loss_by_rows(
 
 def any_subclass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there is more to look at. All that most calls pay: torch's DTensor is not imported for them."""
+    if not _DISTRIBUTED:
+        return False
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and type(value) is not Tensor and type(value) is not nn.Parameter:
             return True

@@ -3,5 +3,7 @@
 from overlapkit.measure.meter import StepMeter
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport
+from overlapkit.measure.traces.explain import explain
+from overlapkit.measure.traces.opening import TraceError
 
-__all__ = ["StepMeter", "StepRecord", "StepReport"]
+__all__ = ["StepMeter", "StepRecord", "StepReport", "TraceError", "explain"]

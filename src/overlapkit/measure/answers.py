@@ -7,7 +7,7 @@ from overlapkit.measure.advice import Finding, is_notable
 from overlapkit.measure.memory import Peak
 from overlapkit.measure.summary import Window
 
-_MIB = 2**20
+MIB = 2**20
 
 _QUESTIONS = {
     "batch ready": "Was the next batch ready?",
@@ -57,15 +57,18 @@ def answer(window: Window, peak: Peak | None, findings: Sequence[Finding]) -> tu
     )
 
 
-def _say(name: str, value: float, unit: str, verdict: str, evidence: str, fix: str | None = None) -> Answer:
+def say(name: str, value: float, unit: str, verdict: str, evidence: str, fix: str | None = None) -> Answer:
+    """An answer with a number."""
     return Answer(name, _QUESTIONS[name], value, unit, verdict, evidence, fix)
 
 
-def _unmeasured(name: str, unit: str, reason: str) -> Answer:
+def unmeasured(name: str, unit: str, reason: str) -> Answer:
+    """An answer without one."""
     return Answer(name, _QUESTIONS[name], None, unit, "not measured", reason, None)
 
 
-def _verdict(lane: str, mean_ms: float, share: float) -> str:
+def judge(lane: str, mean_ms: float, share: float) -> str:
+    """The verdict on the time that a lane costs a step."""
     number = f"{mean_ms:.2f} ms, {share:.1%}"
     if is_notable(lane, share):
         return f"exposed {number}"
@@ -75,29 +78,29 @@ def _verdict(lane: str, mean_ms: float, share: float) -> str:
 def _exposure(name: str, window: Window, lane: str, fixes: dict[str, str]) -> Answer:
     part = window.parts[lane]
     if part.mean_ms is None or part.share is None or part.worst_ms is None:
-        return _unmeasured(name, "ms", part.reason or "")
+        return unmeasured(name, "ms", part.reason or "")
     evidence = f"worst {part.worst_ms:.2f} ms"
     work = window.work_ms(lane)
     if work is not None:
         evidence += f"; {work:.2f} ms a step beside it"
-    return _say(name, part.mean_ms, "ms", _verdict(lane, part.mean_ms, part.share), evidence, fixes.get(lane))
+    return say(name, part.mean_ms, "ms", judge(lane, part.mean_ms, part.share), evidence, fixes.get(lane))
 
 
 def _compute_fed(window: Window, fixes: dict[str, str]) -> Answer:
     name, other = "compute fed", window.parts["other"]
     if window.parts["forward"].mean_ms is None or other.mean_ms is None or other.share is None:
-        return _unmeasured(name, "ms", window.parts["forward"].reason or "")
+        return unmeasured(name, "ms", window.parts["forward"].reason or "")
     evidence = f"host work beside phases and waits, {window.outside_ms:.2f} ms of it between steps"
     if window.coverage.device.type != "cpu":
         evidence += "; gaps between kernels within a phase need a trace"
-    verdict = _verdict("other", other.mean_ms, other.share)
-    return _say(name, other.mean_ms, "ms", verdict, evidence, fixes.get("other"))
+    verdict = judge("other", other.mean_ms, other.share)
+    return say(name, other.mean_ms, "ms", verdict, evidence, fixes.get("other"))
 
 
 def _buckets(window: Window) -> Answer:
     name = "buckets ready"
     if "model" not in window.coverage.taps:
-        return _unmeasured(name, "ms", window.coverage.missing("communication") or "")
+        return unmeasured(name, "ms", window.coverage.missing("communication") or "")
     for trace in reversed(window.traces):
         backward = [part for part in trace.segments if part.kind == "backward"]
         begin, end = (backward[-1].start, backward[-1].end) if backward else (0, 0)
@@ -113,29 +116,29 @@ def _buckets(window: Window) -> Answer:
                 f"last {ready[-1][1]}"
             )
             last = ready[-1][0] / 1e6
-            return _say(name, last, "ms", f"after {last:.1f} of {(end - begin) / 1e6:.1f} ms", evidence)
-    return _unmeasured(name, "ms", "no reduction was published within backward")
+            return say(name, last, "ms", f"after {last:.1f} of {(end - begin) / 1e6:.1f} ms", evidence)
+    return unmeasured(name, "ms", "no reduction was published within backward")
 
 
 def _arrival(window: Window) -> Answer:
     alone = window.coverage.world == 1
     reason = "single process" if alone else "ranks are not compared yet: each reports for itself"
-    return _unmeasured("ranks together", "ms", reason)
+    return unmeasured("ranks together", "ms", reason)
 
 
 def _peak(window: Window, peak: Peak | None) -> Answer:
     name, highest = "peak memory", window.records[-1].peak_memory if window.records else None
     if not window.records:
-        return _unmeasured(name, "MiB", "no step has been measured yet")
+        return unmeasured(name, "MiB", "no step has been measured yet")
     if highest is None:
-        return _unmeasured(name, "MiB", "this system keeps no record of it")
+        return unmeasured(name, "MiB", "this system keeps no record of it")
     if peak is None:
-        return _say(name, highest / _MIB, "MiB", "no", "reached before the first step")
-    evidence = f"{peak.growth / _MIB:+.1f} MiB {_place(peak)}"
+        return say(name, highest / MIB, "MiB", "no", "reached before the first step")
+    evidence = f"{peak.growth / MIB:+.1f} MiB {_place(peak)}"
     verdict = {None: "unknown", "optimizer": "optimizer"}.get(peak.phase, "no")
     if peak.phase == "outside" and any(span.lane == "checkpoint" for span in window.spans):
         verdict = "checkpoint, perhaps"
-    return _say(name, highest / _MIB, "MiB", verdict, evidence)
+    return say(name, highest / MIB, "MiB", verdict, evidence)
 
 
 def _place(peak: Peak) -> str:

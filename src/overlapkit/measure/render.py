@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from overlapkit.measure.traces.tables import lanes_table
+
 if TYPE_CHECKING:
     from overlapkit.measure.report import StepReport
 
@@ -20,14 +22,15 @@ def sentence(report: "StepReport") -> str:
     """The verdict: what costs most, and what to do about it."""
     if report.period_ms is None:
         return "No step has been measured yet."
-    step = f"a step of {report.period_ms:.1f} ms"
+    step = f"a {'step' if _has_steps(report) else 'trace'} of {report.period_ms:.1f} ms"
     if not report.findings:
         unknown = [name for name, part in report.parts.items() if part.mean_ms is None]
         waits = "" if report.exposed_share is None else f"; {report.exposed_share:.1%} was spent waiting"
         partial = f" (not measured: {', '.join(unknown)})" if unknown else ""
         return f"Healthy: {step} hides what was measured{waits}{partial}."
     worst = report.findings[0]
-    name = _NAMES.get(worst.lane, f"Waiting for {worst.lane}")
+    idle = worst.lane == "other" and report.trace is not None and report.device != "cpu"
+    name = "An idle device" if idle else _NAMES.get(worst.lane, f"Waiting for {worst.lane}")
     return f"{name} costs {worst.exposed_ms:.1f} ms, {worst.share:.0%} of {step}; see {worst.component}."
 
 
@@ -40,6 +43,8 @@ def render(report: "StepReport") -> str:
     if report.period_ms is not None:
         console.print(_heading(report), highlight=False, markup=False)
         console.print(_parts(report))
+    if report.trace is not None:
+        console.print(lanes_table(report.trace))
     console.print(_answers(report))
     if report.findings:
         console.print(_fixes(report))
@@ -48,10 +53,15 @@ def render(report: "StepReport") -> str:
     return text.replace("\n\n\n", "\n\n").rstrip()
 
 
+def _has_steps(report: "StepReport") -> bool:
+    return report.trace is None or report.first_step is not None
+
+
 def _heading(report: "StepReport") -> str:
+    several = report.trace is not None and len(report.trace.ranks) > 1
     facts = [
-        f"steps {report.first_step}..{report.last_step}",
-        f"rank {report.rank} of {report.world}",
+        f"steps {report.first_step}..{report.last_step}" if _has_steps(report) else "no steps",
+        "mean of all ranks read" if several else f"rank {report.rank} of {report.world}",
         report.device,
     ]
     if report.tokens_per_s is not None:

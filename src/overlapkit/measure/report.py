@@ -4,7 +4,7 @@ import json
 import platform
 from dataclasses import asdict, dataclass, field
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,10 +18,13 @@ from overlapkit.measure.render import render, sentence
 from overlapkit.measure.summary import PartSummary, Window
 from overlapkit.span import Span
 
+if TYPE_CHECKING:
+    from overlapkit.measure.traces.detail import TraceDetail
+
 
 @dataclass(frozen=True)
 class StepReport:
-    """What `StepMeter.report()` returns. Unmeasured numbers are None, with a reason beside them.
+    """What `StepMeter.report()` and `explain()` return. What was not measured is None, and says why.
 
     Attributes:
         steps: How many records it covers.
@@ -40,6 +43,7 @@ class StepReport:
         answers: The seven, in order.
         findings: What is worth mending, the costliest first; empty where all is well.
         records: The steps themselves.
+        trace: What `explain()` found beside: the lanes of the whole trace, of each step and of each rank.
     """
 
     steps: int
@@ -58,6 +62,7 @@ class StepReport:
     records: tuple[StepRecord, ...] = field(repr=False)
     _traces: tuple[Trace, ...] = field(repr=False)
     _spans: tuple[Span, ...] = field(repr=False)
+    trace: "TraceDetail | None" = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return render(self)
@@ -68,7 +73,10 @@ class StepReport:
         return sentence(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: every field but the records, the verdict, and the versions it was made with."""
+        """Plain JSON values: every field but the records, the verdict, and the versions it was made with.
+
+        Of a trace also `lanes_us` of the whole, `per_step`, `per_rank` and `arrivals`, in microseconds.
+        """
         names = ("steps", "first_step", "last_step", "device", "rank", "world", "period_ms", "exposed_share")
         return {
             "verdict": self.verdict,
@@ -77,6 +85,7 @@ class StepReport:
             "answers": [asdict(one) for one in self.answers],
             "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            **(self.trace.to_dict() if self.trace is not None else {}),
         }
 
     def save(self, path: str | PathLike[str]) -> None:

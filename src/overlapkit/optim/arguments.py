@@ -4,34 +4,37 @@ from typing import Any
 
 from torch import Tensor, bfloat16, float16
 
-_PRECISIONS = (None, "fp32", "bf16_sr", "bf16_kahan", "bf16_master")
-_MOMENTS = ("fp32", "bf16", "int8")
+from overlapkit.optim.columns import FP32, INT8, PLAIN
+from overlapkit.optim.state import MODES, MOMENTS, Form, is_dense, local
+
+_PRECISIONS = (None, *MODES)
 _WHOLE = ("max_norm", "precision", "moments", "eager_state")
 
 
 def check_options(
     max_norm: Any, precision: Any, moments: Any, foreach: Any, fused: Any, differentiable: Any
 ) -> None:
-    """Refuse what is not there yet, and what no group could have."""
+    """Refuse what no group could have."""
     if max_norm is not None:
-        _check_number("max_norm", max_norm)
-        if not max_norm > 0:
-            raise ValueError(f"max_norm={max_norm!r} must be above 0, or None not to clip")
+        _check_above_zero("max_norm", max_norm, "or None not to clip")
     for name, value in (("foreach", foreach), ("fused", fused)):
         if value not in (None, True, False):
             raise TypeError(f"{name}={value!r}: give True, False or None")
     if precision not in _PRECISIONS:
         raise ValueError(f"precision={precision!r}: choose one of {_PRECISIONS}")
-    if moments not in _MOMENTS:
-        raise ValueError(f"moments={moments!r}: choose one of {_MOMENTS}")
-    if precision not in (None, "fp32"):
-        raise NotImplementedError(f"precision={precision!r} is not available yet; use None or 'fp32'")
-    if moments != "fp32":
-        raise NotImplementedError(f"moments={moments!r} is not available yet; use 'fp32'")
+    if moments not in MOMENTS:
+        raise ValueError(f"moments={moments!r}: choose one of {tuple(MOMENTS)}")
     if differentiable:
         raise ValueError("differentiable=True: the update is a fused kernel; use torch.optim.AdamW for it")
     if foreach and fused:
         raise ValueError("foreach=True and fused=True exclude each other: leave both at None")
+
+
+def check_clip(max_norm: Any, norm_type: Any) -> None:
+    """Refuse what `clip_grad_norm_` cannot clip to."""
+    _check_above_zero("max_norm", max_norm, "so that something is left")
+    if float(norm_type) not in (2.0, float("inf")):
+        raise ValueError(f"norm_type={norm_type!r}: allowed are 2 and inf; torch.nn.utils has the others")
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -58,18 +61,58 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError("capturable=True is for CUDA graphs, and params are on the CPU: leave it out")
 
 
-def _check_param(param: Tensor) -> None:
-    if param.dtype in (bfloat16, float16):
-        raise NotImplementedError(
-            f"params holds a {param.dtype} parameter of shape {tuple(param.shape)}: half precision needs "
-            "an fp32 master copy, which is not available yet; keep fp32 parameters and compute in bf16 "
-            "through shard(mp_policy='bf16') or torch.autocast"
-        )
-    if not param.is_floating_point():
+def check_precision(params: list[Tensor], precision: str | None) -> None:
+    """Refuse a precision that is not that of any parameter, or that some cannot have."""
+    half = [param for param in params if param.dtype == bfloat16]
+    if precision == "fp32" and half:
         raise ValueError(
-            f"params holds a {param.dtype} parameter of shape {tuple(param.shape)}: AdamW updates real "
-            "floating point parameters; view complex ones as real (torch.view_as_real)"
+            f"precision='fp32', and params holds a bf16 parameter of shape {tuple(half[0].shape)}: leave it "
+            "out for an fp32 master kept in 16 bits beside it ('bf16_master'), or keep fp32 parameters"
         )
+    if precision not in (None, "fp32") and params and not half:
+        raise ValueError(
+            f"precision={precision!r} is for bf16 parameters, and params holds none: leave it out"
+        )
+
+
+def check_form(param: Tensor, form: Form, foreach: bool | None, fused: bool | None) -> None:
+    """Refuse ways of computing, and layouts, that a form of a parameter does not have."""
+    if form.mode == PLAIN and form.moments == FP32:
+        return
+    if foreach or fused is False:
+        how = f"foreach={foreach!r}" if foreach else f"fused={fused!r}"
+        raise ValueError(
+            f"{how}: torch's own implementations keep bf16 parameters and 16- or 8-bit moments in other "
+            "ways; leave it at None"
+        )
+    if form.moments == INT8 and form.amsgrad:
+        raise ValueError("amsgrad=True with moments='int8': the largest second moment needs 'bf16' or 'fp32'")
+    if not param.is_meta and not is_dense(local(param)):
+        raise ValueError(
+            f"params holds one of shape {tuple(param.shape)} and strides {tuple(param.stride())}, a part of "
+            "another tensor: only fp32 and fp64 ones with fp32 moments may be that; pass it contiguous"
+        )
+
+
+def _check_param(param: Tensor) -> None:
+    if param.dtype == float16:
+        raise ValueError(
+            f"params holds a {param.dtype} parameter of shape {tuple(param.shape)}: its range is too small "
+            "for weights; use bf16 parameters, or keep fp32 ones and compute in fp16 through torch.autocast"
+        )
+    if not param.is_floating_point() or param.dtype.itemsize < 2:
+        raise ValueError(
+            f"params holds a {param.dtype} parameter of shape {tuple(param.shape)}: AdamW updates fp32, fp64 "
+            "and bf16 parameters; view complex ones as real (torch.view_as_real)"
+        )
+
+
+def _check_above_zero(name: str, value: Any, why: str) -> None:
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} is a tensor: give a number")
+    _check_number(name, value)
+    if not value > 0:
+        raise ValueError(f"{name}={value!r} must be above 0, {why}")
 
 
 def _check_number(name: str, value: Any, below: float | None = None) -> None:

@@ -72,14 +72,15 @@ def linear_cross_entropy(
     As torch.nn.functional.linear_cross_entropy (torch 2.13) for class indices. The N x V logits never
     exist. Beside its inputs a call needs chunk_bytes at the most (or one row of logits, where that is
     more) and its gradients: for input as large as it is, for linear_weight and linear_bias in float32, in
-    which the chunks' shares are summed, until the backward pass makes them the parameter's dtype.
+    which the chunks' shares are summed. The backward pass writes them once more, in the inputs' dtypes.
 
     For "mean" and "sum" the gradients are made in the forward pass, from each chunk's logits while they
     are there; the backward pass multiplies them by the loss's own gradient. With "none" or return_lse the
     rows' gradients are not known yet, so that the backward pass computes the logits once more: a third
     more arithmetic. Inputs that require no gradient cost nothing.
 
-    Under autocast input, linear_weight and linear_bias take the autocast dtype, as in F.linear.
+    Under autocast input, linear_weight and linear_bias take the autocast dtype, as in F.linear. torch's
+    FlopCounterMode counts the matrix products, if this name was imported before it was opened.
 
     FSDP2: linear_weight must be whole, which a parameter is inside the forward of the unit that it
     belongs to (LinearCrossEntropyLoss as a unit of its own, or the root). Tied to an embedding: pass that
@@ -99,7 +100,8 @@ def linear_cross_entropy(
         return_lse: Also return the log-sum-exp of each row, differentiable.
         vocab_group: The process group that the classes are sharded over, or None, as in `cross_entropy`.
             linear_weight and linear_bias are those of this rank's classes, input, target and weight are the
-            same on all ranks, and so is input's gradient: it is summed over the group, by one all-reduce.
+            same on all ranks, and so is input's gradient: it is summed over the group, by one all-reduce in
+            input's dtype.
         chunk_bytes: What a chunk's logits, and in torch's operations their copies, may take.
 
     Returns:

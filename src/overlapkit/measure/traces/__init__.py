@@ -1,0 +1,1 @@
+"""Reading profiler traces: from bytes to lanes, steps, buckets and arrivals, and to the same StepReport."""

@@ -1,0 +1,1 @@
+"""The optimizer's Triton kernels. These modules import Triton."""
