@@ -137,10 +137,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.return_lse = return_lse
         self.vocab_group = vocab_group
 
-    def forward(self, logits: Tensor, target: Tensor) -> Any:
-        """Return what `cross_entropy` returns, for logits (N, V, ...) and target (N, ...)."""
+    def forward(self, input: Tensor, target: Tensor) -> Any:
+        """Return what `cross_entropy` returns, for input (N, V, ...), the logits, and target (N, ...)."""
         return cross_entropy(
-            logits,
+            input,
             target,
             self.weight,
             ignore_index=self.ignore_index,
