@@ -100,13 +100,12 @@ def _check_writable(logits: Tensor) -> None:
 
 def _shares_memory(x: Tensor) -> bool:
     """Whether two elements may lie in one place, as those of expand, unfold and some of as_strided do."""
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
+    dims = [(stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    return any(
+        # all that a dimension of smaller strides, or of as large ones and before it, reaches
+        stride <= sum((m - 1) * s for j, (s, m) in enumerate(dims) if s < stride or (s == stride and j < i))
+        for i, (stride, _) in enumerate(dims)
+    )
 
 
 class _InPlace(torch.autograd.Function):

@@ -73,7 +73,7 @@ def _check_mask(mask: Tensor, x: Tensor) -> None:
             f"mask has dtype {mask.dtype}: pass bool (True takes part), or floating point to be added"
         )
     pairs = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    if mask.dim() > x.dim() or any(m not in (1, n) for m, n in pairs):
+    if mask.dim() > x.dim() or any(m != 1 and m != n for m, n in pairs):
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}: it has to be broadcastable to that of x, {tuple(x.shape)}"
         )
