@@ -11,7 +11,7 @@ microseconds, and then the numbers must be the same, to the microsecond and 0.01
 the most that the process held, all that it imports included (torch is most of that), while it read a made
 trace of 1 GB (--quick: 50 MB).
 
-The peer is pip install holistictraceanalysis (it is in the extra bench). Some minutes on two cores.
+The peer is pip install holistictraceanalysis (make bench-explain installs it). Some minutes on two cores.
 """
 
 import gzip

@@ -113,6 +113,14 @@ def test_mixed_dtypes(path: str) -> None:
         torch.testing.assert_close(mine.double(), true, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("norm", [kernels.layer_norm, kernels.rms_norm])
+def test_a_residual_in_float64_keeps_its_digits(path: str, norm: Callable[..., Any]) -> None:
+    x, residual = make(5, 37), torch.randn(5, 37, dtype=torch.float64)
+    y, total = norm(x, residual=residual)
+    assert y.dtype == torch.float32
+    assert torch.equal(total, x + residual)
+
+
 def test_inputs_are_left_alone_and_two_runs_agree_bitwise(interpreted: None) -> None:
     inputs, grads = case(300, 37)
     copies = [t.detach().clone() for t in inputs]

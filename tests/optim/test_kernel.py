@@ -52,7 +52,7 @@ def run(
     a: torch.optim.Optimizer,
     b: torch.optim.Optimizer,
     gradient: Callable[[Tensor, int], Tensor | None] = lambda p, step: torch.randn(p.shape, dtype=p.dtype),
-    steps: int = 4,
+    steps: int = 3,
 ) -> None:
     for step in range(steps):
         for p, q in zip(ours, theirs, strict=True):
@@ -150,7 +150,7 @@ def test_groups_of_every_option_and_dtype_are_one_launch(launches: list[str]) ->
     a.add_param_group({"params": [half]})
     half.grad = torch.ones_like(half)
     run(ours + later, theirs + other, a, b)
-    assert launches == ["update"] * 4
+    assert launches == ["update"] * 3
     a.max_norm = 1e9
     launches.clear()
     a.step()
@@ -164,6 +164,10 @@ def test_hyperparameters_that_change_are_seen() -> None:
         for optimizer in (a, b):
             optimizer.param_groups[0].update(lr=1e-2 / (step + 1), weight_decay=0.1 * step, betas=(0.5, 0.9))
         run(ours, theirs, a, b, steps=1)
+        for optimizer in (a, b):  # and with gradients where they were
+            optimizer.param_groups[0]["lr"] = 3e-2
+            optimizer.step()
+    same(ours, theirs)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e4])
@@ -228,7 +232,12 @@ def test_a_graph_that_still_needs_the_old_weight_notices_the_step() -> None:
         loss.backward()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 2)), min_size=1, max_size=5),
     programs=st.integers(1, 3),

@@ -137,6 +137,18 @@ def test_old_and_foreign_forms_of_states_are_taken_and_wrong_ones_refused() -> N
             ok.AdamW(net.parameters()).load_state_dict(wrong)
 
 
+def test_parameters_without_saved_state_start_from_zero_where_they_were() -> None:
+    net = model()
+    net[2].weight.requires_grad_(False)
+    optimizer = ok.AdamW(net.parameters())
+    train(net[0], optimizer, range(2))
+    addresses = [s["exp_avg"].data_ptr() for s in optimizer.state.values()]
+    optimizer.load_state_dict(torch.optim.AdamW(net.parameters()).state_dict())
+    assert [s["exp_avg"].data_ptr() for s in optimizer.state.values()] == addresses
+    assert not any(x.any() for s in optimizer.state.values() for x in s.values())
+    assert len([s for s in optimizer.state.values() if s]) == 4  # none for what is frozen
+
+
 def test_hooks_of_others_see_tensors() -> None:
     net = model()
     a, b = ok.AdamW(net.parameters()), ok.AdamW(net.parameters())

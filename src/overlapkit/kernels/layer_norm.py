@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from overlapkit.kernels.arguments import check_not_negative, no_double_backward
 from overlapkit.kernels.autocast import result_dtype
 from overlapkit.kernels.norm import (
-    WIDEST,
     check_tensors,
     fake_gradients,
     fake_results,
@@ -17,9 +16,9 @@ from overlapkit.kernels.norm import (
     in_dtypes,
     in_one_dtype,
     over_dimensions,
+    through_kernel,
 )
 from overlapkit.kernels.sharded import by_rows
-from overlapkit.launch import through_triton
 
 
 @by_rows("x", "residual", whole=("weight", "bias"))
@@ -57,7 +56,7 @@ def layer_norm(
     check_tensors(x, weight, bias, residual)
     check_not_negative("eps", eps)
     dtype = result_dtype(x)
-    if through_triton(x) and x.shape[-1] <= WIDEST:
+    if through_kernel(x, residual):
         y, total, *_ = _layer_norm(x, weight, bias, residual, eps, dtype)
     else:
         total = x if residual is None else x + residual

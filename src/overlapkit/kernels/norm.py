@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 
 from overlapkit.kernels.arguments import check_floating, check_like
+from overlapkit.launch import DTYPES, through_triton
 
 WIDEST = 16_384
 """A forward program holds its whole row in registers; a wider one spills, and is left to torch."""
+
+
+def through_kernel(x: Tensor, residual: Tensor | None) -> bool:
+    """Whether there is a kernel for these dtypes and this width."""
+    fits = x.shape[-1] <= WIDEST and (residual is None or residual.dtype in DTYPES)
+    return fits and through_triton(x)
 
 
 def check_tensors(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> None:

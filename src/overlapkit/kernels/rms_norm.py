@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from overlapkit.kernels.arguments import check_not_negative, check_number, no_double_backward
 from overlapkit.kernels.autocast import result_dtype
 from overlapkit.kernels.norm import (
-    WIDEST,
     check_tensors,
     fake_gradients,
     fake_results,
@@ -17,9 +16,9 @@ from overlapkit.kernels.norm import (
     in_dtypes,
     in_one_dtype,
     over_dimensions,
+    through_kernel,
 )
 from overlapkit.kernels.sharded import by_rows
-from overlapkit.launch import through_triton
 
 
 @by_rows("x", "residual", whole=("weight",))
@@ -62,7 +61,7 @@ def rms_norm(
     if offset and weight is None:
         raise ValueError(f"offset={offset} is added to the weight, and weight is None: pass a weight")
     dtype = result_dtype(x)
-    if through_triton(x) and x.shape[-1] <= WIDEST:
+    if through_kernel(x, residual):
         eps = torch.finfo(torch.float32).eps if eps is None else eps
         y, total, _ = _rms_norm(x, weight, residual, eps, offset, dtype)
     else:

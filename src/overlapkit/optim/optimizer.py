@@ -126,6 +126,7 @@ class AdamW(Optimizer):
             moments: As AdamW takes it.
             amsgrad: As AdamW takes it; a group's own counts.
         """
+        check_options(None, precision, moments, None, None, False)
         listed = _listed(params)
         groups = [e for e in listed if isinstance(e, dict)] or [{"params": listed}]
         total = 0
@@ -212,8 +213,13 @@ class AdamW(Optimizer):
                     known = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", *OURS}
                     self.state[param].update({k: v for k, v in saved.items() if k not in known})
                     self._unused.discard(param)
-                elif self.state.pop(param, None) is not None or self._eager:
-                    self._make_states(group, [param])
+                elif param in self.state:
+                    for value in self.state[param].values():
+                        if isinstance(value, Tensor):
+                            local(value).zero_()
+        if self._eager:
+            for group in self.param_groups:
+                self._make_states(group)
         self.state.update(loaded)
 
     @overload

@@ -116,7 +116,7 @@ def test_gloo_without_a_device():
     # two all-reduces on threads of their own: from the first's start to the second's end
     assert step.number == 551
     assert step.lanes.communication == 1_212_075_727_130_731 - 1_212_075_548_353_304
-    assert len(report.trace.ranks[0].timeline.collectives) == 10
+    assert len(report.trace.ranks[0].timeline.host.collectives) == 10
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted(TRACES.glob("*.gz"))])

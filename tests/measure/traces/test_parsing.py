@@ -47,6 +47,12 @@ nested = st.recursive(
 )
 
 
+def test_blank_chunks_before_the_trace(monkeypatch):
+    monkeypatch.setattr(parsing, "_CHUNK", 8)
+    assert len(read(" " * 50 + f'{{"traceEvents": [{EVENT}]}}')[0]) == 1
+    assert "byte 50: no JSON" in error_of(" " * 50 + "x")
+
+
 @given(
     st.lists(st.tuples(names, nested, st.integers(0, 9)), max_size=8),
     st.integers(1, 200),

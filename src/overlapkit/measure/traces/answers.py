@@ -56,7 +56,7 @@ def _streams(summary: Summary) -> str:
     for one in summary.detail.ranks:
         work = one.timeline
         numbers = np.unique(work.streams[(work.lanes == COPY) & (work.kinds != OTHER_COPY)])
-        found.update(str(work.labels[number]) for number in numbers)
+        found.update(str(work.host.labels[number]) for number in numbers)
     return ", ".join(sorted(found)[:4]) + (", ..." if len(found) > 4 else "")
 
 

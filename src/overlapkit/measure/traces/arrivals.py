@@ -144,7 +144,7 @@ def _groups(ranks: Sequence[TracedRank]) -> Iterator[list[_Entry]]:
         at = np.where(timeline.launched[rows] == UNKNOWN, timeline.starts[rows], timeline.launched[rows])
         mine: dict[str, list[int]] = {}
         for row in rows[np.argsort(at, kind="stable")]:
-            says = timeline.collectives[timeline.places[row]]
+            says = timeline.host.collectives[timeline.places[row]]
             if says.kind.lower() not in ("send", "recv"):  # of two ranks only, each with another peer
                 mine.setdefault(says.group, []).append(int(row))
         for group, of_group in mine.items():
@@ -174,13 +174,13 @@ def _same(group: list[_Entry]) -> bool:
 
 
 def _says(one: TracedRank, row: int) -> Collective:
-    says: Collective = one.timeline.collectives[one.timeline.places[row]]
+    says: Collective = one.timeline.host.collectives[one.timeline.places[row]]
     return says
 
 
 def _by_step(group: list[_Entry]) -> Iterator[list[_Entry]]:
     numbers = [
-        one.timeline.windows.numbers[steps] if len(one.timeline.windows.numbers) else steps
+        one.timeline.host.windows.numbers[steps] if len(one.timeline.host.windows.numbers) else steps
         for _, one, rows in group
         for steps in [one.timeline.steps[rows]]
     ]

@@ -83,7 +83,7 @@ def find_tail(timeline: Timeline, mine: Ints, zero: int) -> Tail:
 
 
 def _reduces(timeline: Timeline, row: int) -> bool:
-    return bool(_REDUCES.search(timeline.collectives[timeline.places[row]].kind))
+    return bool(_REDUCES.search(timeline.host.collectives[timeline.places[row]].kind))
 
 
 def _done(timeline: Timeline, mine: Ints) -> tuple[Ints, Ints]:
@@ -98,7 +98,7 @@ def _bucket(timeline: Timeline, row: int, done: tuple[Ints, Ints], last_end: int
     before = np.searchsorted(done[0], launch) - 1 if timeline.device is not None else -1
     # Work of another stream may end after this began: then it did not wait for that.
     ready = min(start, max(launch, int(done[1][before]))) if before >= 0 else launch
-    says = timeline.collectives[timeline.places[row]]
+    says = timeline.host.collectives[timeline.places[row]]
     return Bucket(
         kind=says.kind,
         bytes=says.bytes,

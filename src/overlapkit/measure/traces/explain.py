@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import TypeVar
 
 from overlapkit.measure.report import StepReport
 from overlapkit.measure.traces.answers import answer
@@ -20,6 +21,7 @@ from overlapkit.measure.traces.traced import TracedRank, find_peak, trace_rank
 
 _RANK = re.compile(r"(?:rank|worker)[_\-.]?(\d{1,6})", re.IGNORECASE)
 _LATEST_NS = 1 << 62
+T = TypeVar("T", int, None)
 
 
 def explain(
@@ -55,8 +57,8 @@ def explain(
             if one.rank == found[0].rank:
                 raise TraceError(f"{name}: rank {one.rank} was read from {one.file}: give one trace a rank")
         ranks += found
-    detail = TraceDetail(tuple(sorted(ranks, key=lambda one: one.rank)), "")
-    return _report(TraceDetail(detail.ranks, compare(detail.ranks)))
+    ranks.sort(key=lambda one: one.rank)
+    return _report(TraceDetail(tuple(ranks), compare(ranks)))
 
 
 def _read(name: str, reader: EventReader, turn: int) -> list[TracedRank]:
@@ -71,9 +73,8 @@ def _read(name: str, reader: EventReader, turn: int) -> list[TracedRank]:
             f"{name}: {reader.count} events, but no kernel, copy or operator among them: "
             "is it torch.profiler's, with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]?"
         )
-    rank = _number(
-        reader, "rank", turn if (words := _RANK.search(Path(name).name)) is None else int(words[1])
-    )
+    words = _RANK.search(Path(name).name)
+    rank = _number(reader, "rank", int(words[1]) if words else turn)
     world = _number(reader, "world_size", None)
     return [
         trace_rank(name, rank, world, timeline, find_peak(columns, reader.base_ns, timeline))
@@ -81,7 +82,7 @@ def _read(name: str, reader: EventReader, turn: int) -> list[TracedRank]:
     ]
 
 
-def _number(reader: EventReader, key: str, otherwise):  # type: ignore[no-untyped-def]
+def _number(reader: EventReader, key: str, otherwise: T) -> int | T:
     value = reader.info.get(key)
     return value if type(value) is int and 0 <= value < 1 << 32 else otherwise
 

@@ -201,9 +201,11 @@ class EventReader:
 
     def _enter(self) -> None:
         """Read up to the first event."""
-        more = self._more(_CHUNK)
-        blank = len(self._text) - len(self._text.removeprefix(b"\xef\xbb\xbf").lstrip())
-        self._drop(blank)
+        more = True
+        while more and not self._text:
+            more = self._more(_CHUNK)
+            begins = self._text.removeprefix(b"\xef\xbb\xbf").lstrip()
+            self._drop(len(self._text) - len(begins))
         if not self._text:
             raise TraceError(f"{self.name}: is empty")
         if self._text[:1] == b"[":

@@ -21,7 +21,7 @@ def drawn(rank: TracedRank) -> tuple[tuple[Trace, ...], tuple[Span, ...]]:
     timeline = rank.timeline
     traces, spans = [], []
     for step in [step for step in rank.steps if step.record.period][-_STEPS:]:
-        places = np.flatnonzero(timeline.windows.numbers == step.number)
+        places = np.flatnonzero(timeline.host.windows.numbers == step.number)
         mine = np.isin(timeline.steps, places) if len(places) else np.ones(len(timeline.starts), dtype=bool)
         traces.append(_trace(rank, step, mine))
         for lane, name in _LANES.items():
@@ -49,7 +49,7 @@ def _trace(rank: TracedRank, step: TracedStep, mine: Mask) -> Trace:
         alone = sweep.active[lane] & ~hidden
         waits[name] = _merged(sweep.times[:-1][alone], sweep.times[1:][alone], period)
         hidden = hidden | sweep.active[lane]
-    fed = timeline.input
+    fed = timeline.host.input
     waits["input"] = [
         (max(s, begin), min(e, step.end)) for s, e in zip(fed.starts.tolist(), fed.ends.tolist(), strict=True)
     ]

@@ -59,6 +59,29 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What the work of all devices of a trace shares.
+
+    Attributes:
+        windows: The host's steps.
+        input: When it waited for a batch.
+        collectives: What communication says about itself.
+        labels: How the trace numbers or names threads, streams and devices.
+        has_forward: Whether operators were recorded, so that the rest of them is forward.
+        has_backward: Whether autograd's were among them.
+        has_optimizer: Whether the optimizer's step can be told.
+    """
+
+    windows: Windows
+    input: Windows
+    collectives: list[Collective]
+    labels: list[object]
+    has_forward: bool
+    has_backward: bool
+    has_optimizer: bool
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Work in the order of its starts; times are nanoseconds.
 
@@ -69,16 +92,10 @@ class Timeline:
         launched: When the host launched it, or UNKNOWN.
         lanes: See `lanes`.
         kinds: See `columns`.
-        steps: Which of `windows` it belongs to, or -1.
-        streams: Of each, as a place in `labels`.
-        labels: As the trace numbers or names them.
-        places: Of communication in `collectives`, else -1.
-        collectives: What they say about themselves.
-        windows: The host's steps.
-        input: When the host waited for a batch.
-        has_forward: Whether operators were recorded, so that the rest of them is forward.
-        has_backward: Whether autograd's were among them.
-        has_optimizer: Whether the optimizer's step can be told.
+        steps: Which of the host's windows it belongs to, or -1.
+        streams: Of each, as a place in the host's labels.
+        places: Of communication in the host's `collectives`, else -1.
+        host: The host's side.
     """
 
     device: object
@@ -89,19 +106,13 @@ class Timeline:
     kinds: Ints
     steps: Ints
     streams: Ints
-    labels: list[object]
     places: Ints
-    collectives: list[Collective]
-    windows: Windows
-    input: Windows
-    has_forward: bool
-    has_backward: bool
-    has_optimizer: bool
+    host: Host
 
     def rows_of_steps(self) -> list[Ints]:
         """For each window the rows of its work, in their order."""
         order = np.argsort(self.steps, kind="stable")
-        bounds = np.searchsorted(self.steps[order], np.arange(len(self.windows.starts) + 1))
+        bounds = np.searchsorted(self.steps[order], np.arange(len(self.host.windows.starts) + 1))
         return [order[begin:end] for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
@@ -112,9 +123,18 @@ def timelines(columns: Columns, base: int) -> list[Timeline]:
         columns: What was kept of the trace.
         base: Nanoseconds that the trace's times are counted from.
     """
+    host = Host(
+        windows=windows_of(columns.steps, base),
+        input=windows_of(columns.input, base).union(),
+        collectives=columns.collectives,
+        labels=columns.labels,
+        has_forward=bool(len(columns.ops.times)),
+        has_backward=bool(len(columns.backward.times)),
+        has_optimizer=bool(len(columns.optimizer.times)),
+    )
     if len(columns.work.times):
-        return _of_devices(columns, base)
-    return _of_host(columns, base) if len(columns.ops.times) or len(columns.gloo.times) else []
+        return _of_devices(columns, base, host)
+    return _of_host(columns, base, host) if len(columns.ops.times) or len(columns.gloo.times) else []
 
 
 def windows_of(table: Table, base: int) -> Windows:
@@ -124,11 +144,11 @@ def windows_of(table: Table, base: int) -> Windows:
     return Windows(starts[order] + base, ends[order] + base, table.column(0)[order])
 
 
-def _of_devices(columns: Columns, base: int) -> list[Timeline]:
+def _of_devices(columns: Columns, base: int, host: Host) -> list[Timeline]:
     work = columns.work
     starts, ends = (times + base for times in work.starts_ends())
     launched, threads = _launches(columns, work.column(1), base)
-    steps = windows_of(columns.steps, base)
+    steps = host.windows
     phases = _phases(columns, base, launched, threads)
     mine = np.where(launched == UNKNOWN, -1, steps.place(launched))
     kind, device = work.column(0), work.column(3)
@@ -148,20 +168,14 @@ def _of_devices(columns: Columns, base: int) -> list[Timeline]:
             kinds=kind[rows],
             steps=_follow(mine[rows], launched[rows] == UNKNOWN, streams, starts[rows], steps),
             streams=streams,
-            labels=columns.labels,
             places=work.column(4)[rows],
-            collectives=columns.collectives,
-            windows=steps,
-            input=windows_of(columns.input, base).union(),
-            has_forward=bool(len(columns.ops.times)),
-            has_backward=bool(len(columns.backward.times)),
-            has_optimizer=bool(len(columns.optimizer.times)),
+            host=host,
         )
         found.append(timeline)
     return found
 
 
-def _of_host(columns: Columns, base: int) -> list[Timeline]:
+def _of_host(columns: Columns, base: int, host: Host) -> list[Timeline]:
     """Operators compute, gloo's spans communicate; what makes batches, or is on gloo's threads, does not."""
     starts, ends = (times + base for times in columns.ops.starts_ends())
     threads = columns.ops.column(0)
@@ -172,7 +186,6 @@ def _of_host(columns: Columns, base: int) -> list[Timeline]:
     starts, ends = np.concatenate([starts, sent]), np.concatenate([ends, arrived])
     order = np.argsort(starts, kind="stable")
     kind = np.repeat([kinds.COMPUTE, kinds.COMMUNICATION], [len(threads), len(sent)])[order]
-    steps = windows_of(columns.steps, base)
     timeline = Timeline(
         device=None,
         starts=starts[order],
@@ -180,16 +193,10 @@ def _of_host(columns: Columns, base: int) -> list[Timeline]:
         launched=starts[order],
         lanes=np.concatenate([phases, np.full(len(sent), COMMUNICATION)])[order],
         kinds=kind,
-        steps=steps.place(starts[order]),
+        steps=host.windows.place(starts[order]),
         streams=np.concatenate([threads, columns.gloo.column(1)])[order],
-        labels=columns.labels,
         places=np.concatenate([np.full(len(threads), -1), columns.gloo.column(0)])[order],
-        collectives=columns.collectives,
-        windows=steps,
-        input=windows_of(columns.input, base).union(),
-        has_forward=bool(len(columns.ops.times)),
-        has_backward=bool(len(columns.backward.times)),
-        has_optimizer=bool(len(columns.optimizer.times)),
+        host=host,
     )
     return [timeline] if len(order) else []
 

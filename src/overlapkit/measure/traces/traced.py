@@ -118,7 +118,9 @@ def trace_rank(file: str, rank: int, world: int | None, timeline: Timeline, peak
     steps: list[TracedStep] = []
     for place, mine in enumerate(timeline.rows_of_steps()):
         if len(mine):
-            number, zero = (int(of[place]) for of in (timeline.windows.numbers, timeline.windows.starts))
+            number, zero = (
+                int(of[place]) for of in (timeline.host.windows.numbers, timeline.host.windows.starts)
+            )
             steps.append(_step(timeline, mine, number, zero, rank, steps[-1].end if steps else None))
     whole = _step(timeline, everything, None, int(timeline.starts[0]), rank, None)
     return TracedRank(
@@ -163,15 +165,15 @@ def _step(
 def _record(timeline: Timeline, sweep: Sweep, lanes: Lanes, number: int, lead: int) -> StepRecord:
     """The same record as the meter's: every nanosecond of the period belongs to one part."""
     forward, backward, optimizer, communication, copy = sweep.exposed()
-    fed = timeline.input
+    fed = timeline.host.input
     waited = int(fed.cover(*sweep.gaps()).sum())
-    other = sweep.idle() - waited + (0 if timeline.has_forward else forward)
+    other = sweep.idle() - waited + (0 if timeline.host.has_forward else forward)
     return StepRecord(
         index=number,
         period=lanes.span + lead,
-        forward=forward if timeline.has_forward else None,
-        backward=backward if timeline.has_backward else None,
-        optimizer=optimizer if timeline.has_optimizer else None,
+        forward=forward if timeline.host.has_forward else None,
+        backward=backward if timeline.host.has_backward else None,
+        optimizer=optimizer if timeline.host.has_optimizer else None,
         transfer=None if timeline.device is None else copy,
         communication=communication if bool((timeline.lanes == COMMUNICATION).any()) else None,
         checkpoint=None,
@@ -201,7 +203,7 @@ def _host_wait(timeline: Timeline, mine: Ints, sweep: Sweep) -> int:
         return 0
     after = np.minimum(np.searchsorted(starts, ends), len(starts) - 1)
     late = (launched[after] != UNKNOWN) & (launched[after] > begins)
-    return int((ends - begins - timeline.input.cover(begins, ends))[late].sum())
+    return int((ends - begins - timeline.host.input.cover(begins, ends))[late].sum())
 
 
 def find_peak(columns: Columns, base: int, timeline: Timeline) -> Peak:
