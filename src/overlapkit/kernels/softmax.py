@@ -85,7 +85,7 @@ def _plain(x: Tensor, dim: int, dtype: torch.dtype, scale: float, mask: Tensor |
     """The same in torch's own operations."""
     if mask is None and scale == 1.0:
         return F.softmax(x, dim, dtype=dtype)
-    z = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    z = x.to(torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)) * scale
     if mask is None:
         return F.softmax(z, dim).to(dtype)
     z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
