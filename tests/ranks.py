@@ -187,6 +187,8 @@ def _rank(
             limit = timedelta(seconds=timeout)
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+            store.set(f"connected/{rank}", b"")  # a rank that is done at once would cut off one that connects
+            store.wait([f"connected/{other}" for other in range(world)], limit)
             message = (True, fn(rank, *args), "")
         except BaseException as error:
             message = (False, error, traceback.format_exc())

@@ -1,9 +1,11 @@
 """A fault or a kill at every single change to the file system leaves the old checkpoints or the new one."""
 
+import fcntl
 import os
 import random
 import shutil
 import signal
+import sys
 import time
 
 import pytest
@@ -202,6 +204,16 @@ def test_a_forked_child_does_not_end_the_run(tmp_path):
     Checkpointer(tmp_path).close()
     assert (tmp_path / f".tmp-{checkpointer._run.name}-0").exists()
     checkpointer.close()
+
+
+def test_a_signal_while_the_directory_is_opened_leaves_no_lock(tmp_path, monkeypatch):
+    def interrupted(*_):
+        sys.exit(128 + signal.SIGTERM)  # what a handler does
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    with pytest.raises(SystemExit):
+        Checkpointer(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_only_looks_like_a_leftover_stays(tmp_path):

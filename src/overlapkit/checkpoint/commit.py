@@ -88,13 +88,18 @@ class RunLock:
         while self._fd is None:
             self.run = uuid.uuid4().hex[:12]
             self._path = root / f".run-{self.run}.lock"
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            with contextlib.suppress(OSError):  # no locks on this file system: then nothing is ever swept
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._path.exists():
-                self._fd = fd
-            else:  # another run's sweep came between creating and locking it
-                os.close(fd)
+            try:
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                with contextlib.suppress(OSError):  # no locks on this file system: then nothing is ever swept
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._path.exists():
+                    self._fd = fd
+                else:  # another run's sweep came between creating and locking it
+                    os.close(fd)
+            except BaseException:  # the handler of a signal has ended the program in between
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+                raise
 
     def release(self) -> None:
         """The run is over. Safe to call twice, and in a forked child, whose copy says nothing."""
