@@ -130,6 +130,17 @@ def test_compiles_without_spills(capability: int, dtype: torch.dtype, widths: li
         assert (used["STACK"], used["LOCAL"]) == (0, 0), (launch.kernel.fn, launch.args[0].shape, used)
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_wide_norms_with_weights_in_float32_do_not_spill(capability: int) -> None:
+    rows = meta(N, dtype=torch.float32)
+    with recorded() as found:
+        for dtype in (torch.bfloat16, torch.float32):
+            norms(meta(N, 16_384, dtype=dtype), meta(16_384, dtype=torch.float32), rows)
+    for launch in found:
+        used = resources(launch.compile(capability).asm["cubin"])
+        assert (used["STACK"], used["LOCAL"]) == (0, 0), (launch.kernel.fn, launch.args[0].dtype, used)
+
+
 def test_rows_are_loaded_and_stored_by_128_bits() -> None:
     for launch in launches([4096, 16_384], [32_768]):
         ptx, name = launch.compile(90).asm["ptx"], qualified(launch)
