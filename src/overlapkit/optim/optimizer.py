@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from overlapkit.device import rank_and_world
-from overlapkit.optim.arguments import check_form, check_group, check_options, check_precision
+from overlapkit.optim.arguments import check_form, check_group, check_how, check_options, check_precision
 from overlapkit.optim.gradients import check_dense
 from overlapkit.optim.interchange import OURS, exported, held, load, released
 from overlapkit.optim.place import place_of
-from overlapkit.optim.state import Form, at_random, form_of, local, make, nbytes, parts
+from overlapkit.optim.state import Form, at_random, form_of, is_dense, local, make, nbytes, parts, same_layout
 from overlapkit.optim.table import Entry, Table
 from overlapkit.optim.updating import Updater
 
@@ -131,7 +131,9 @@ class AdamW(Optimizer):
         groups = [e for e in listed if isinstance(e, dict)] or [{"params": listed}]
         total = 0
         for group in groups:
-            named = [p[1] if isinstance(p, tuple) else p for p in _listed(group["params"])]
+            given = group["params"]
+            given = [given] if isinstance(given, Tensor) else given
+            named = [p[1] if isinstance(p, tuple) else p for p in given]
             trained = [p for p in named if p.requires_grad]
             forms = [form_of(p, precision, moments, group.get("amsgrad", amsgrad)) for p in trained]
             total += nbytes(trained, forms)
@@ -147,6 +149,7 @@ class AdamW(Optimizer):
         """
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"params has a group {param_group!r}: give a dict with 'params'")
+        param_group.update(self._how(param_group))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -158,9 +161,19 @@ class AdamW(Optimizer):
         except Exception:
             self.param_groups.pop()  # a refused group leaves the optimizer as it was
             raise
+        if not (group["fused"] and all(is_dense(local(param)) for param in group["params"])):
+            self._step_supports_amp_scaling = False  # torch's own loops know no scale: GradScaler unscales
         self._forget()
         if self._eager:
             self._make_states(group)
+
+    def _how(self, group: dict[str, Any]) -> dict[str, Any]:
+        """How a group computes, `foreach` and `fused`: its own choice if it makes one."""
+        foreach, fused = group.get("foreach"), group.get("fused")
+        check_how(foreach, fused)
+        if foreach is None and fused is None:
+            return {name: self.defaults[name] for name in ("foreach", "fused")}
+        return {"foreach": foreach, "fused": not foreach if fused is None else fused}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or torch.optim.AdamW (plain, foreach or fused) saved.
@@ -333,7 +346,7 @@ class AdamW(Optimizer):
             value = state.get(part.name)
             if value is None or (value.dtype, local(value).device) != (part.dtype, here.device):
                 return True
-            if part.shape is None and local(value).stride() != torch.empty_like(here, device="meta").stride():
+            if part.shape is None and not same_layout(local(value), here):
                 return True
         return False
 
@@ -370,7 +383,7 @@ class AdamW(Optimizer):
         """What a copy or a pickle keeps; torch's own list leaves out what is ours."""
         ours = ("max_norm", "grad_norm", "_eager", "_step_supports_amp_scaling", "_precision", "_moments")
         kept = {name: getattr(self, name) for name in ours}
-        return {**super().__getstate__(), **kept, "_unused": set()}
+        return {**super().__getstate__(), **kept, "_unused": self._unused}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -397,8 +410,11 @@ def _listed(params: Any) -> list[Any]:
     if isinstance(params, Tensor | torch.nn.Module) or not isinstance(params, Iterable):
         raise TypeError(f"params is a {type(params).__name__}: give parameters, e.g. model.parameters()")
     listed: list[Any] = list(params)
-    if not any(
-        entry["params"] if isinstance(entry, dict) and "params" in entry else True for entry in listed
-    ):
+    if all(isinstance(entry, dict) and _is_empty(entry.get("params")) for entry in listed):
         raise ValueError("params is empty: give model.parameters() of a model that has some")
     return listed
+
+
+def _is_empty(params: Any) -> bool:
+    """A group may hold a single tensor, which has a length and a truth of its own."""
+    return isinstance(params, list | tuple | set) and not params

@@ -147,6 +147,13 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
     return like.stride()
 
 
+def same_layout(value: Tensor, param: Tensor) -> bool:
+    """Whether a state's elements lie where `make` puts them. The stride of a dimension of size 1 says nothing."""
+    wanted = torch.empty_like(param, device="meta").stride()
+    found = zip(value.stride(), wanted, param.shape, strict=True)
+    return not value.numel() or all(stride == want for stride, want, size in found if size != 1)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether it fills a stretch of memory, in whatever order, each element in a place of its own."""
     if tensor.is_contiguous():
