@@ -226,6 +226,9 @@ def _meshes(rank: int) -> tuple[float, float]:
     def placed(x: torch.Tensor, layout: Any) -> torch.Tensor:
         return x.clone() if layout is None else distribute_tensor(x, *layout, src_data_rank=None)
 
+    for layout in layouts[3:]:  # a block of int8 moments belongs to the whole tensor, not to a shard
+        with pytest.raises(ValueError, match="another dimension than the first"):
+            ok.AdamW([nn.Parameter(placed(whole[0], layout))], moments="int8")
     places = [place_of(placed(torch.arange(640).view(10, 64), layout)) for layout in layouts]
     for place, layout in zip(places, layouts, strict=True):
         here = placed(torch.arange(640).view(10, 64), layout)

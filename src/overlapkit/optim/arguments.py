@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, bfloat16, float16
 
 from overlapkit.optim.columns import FP32, INT8, PLAIN
+from overlapkit.optim.place import is_cut_within_rows
 from overlapkit.optim.state import MODES, MOMENTS, Form, is_dense, local
 
 _PRECISIONS = (None, *MODES)
@@ -95,6 +96,12 @@ def check_form(param: Tensor, form: Form, foreach: bool | None, fused: bool | No
         )
     if form.moments == INT8 and form.amsgrad:
         raise ValueError("amsgrad=True with moments='int8': the largest second moment needs 'bf16' or 'fp32'")
+    if form.moments == INT8 and is_cut_within_rows(param):
+        raise ValueError(
+            f"moments='int8', and params holds one of shape {tuple(param.shape)} that is sharded along "
+            "another dimension than the first: blocks that share a scale would depend on the shards; use "
+            "moments='bf16'"
+        )
     if not param.is_meta and not is_dense(local(param)):
         raise ValueError(
             f"params holds one of shape {tuple(param.shape)} and strides {tuple(param.stride())}, a part of "

@@ -16,7 +16,7 @@ from overlapkit.optim.arguments import check_form, check_group, check_how, check
 from overlapkit.optim.gradients import check_dense
 from overlapkit.optim.interchange import OURS, exported, held, load, released
 from overlapkit.optim.place import place_of
-from overlapkit.optim.state import Form, at_random, form_of, is_dense, local, make, nbytes, parts, same_layout
+from overlapkit.optim.state import Form, at_random, fits, form_of, is_dense, local, make, nbytes, parts
 from overlapkit.optim.table import Entry, Table
 from overlapkit.optim.updating import Updater
 
@@ -219,7 +219,7 @@ class AdamW(Optimizer):
                 saved = loaded.pop(param, None)
                 if saved:
                     form = self._form(param, group)
-                    if self._misfit(param, form):
+                    if not fits(self.state.get(param), param, form):
                         self.state.pop(param, None)
                         self._make_states(group, [param])
                     load(param, form, self.state[param], saved)
@@ -336,24 +336,10 @@ class AdamW(Optimizer):
                 self.state[param] = state
                 self._unused.add(param)
 
-    def _misfit(self, param: Tensor, form: Form) -> bool:
-        """Whether a state is not what its parameter keeps: there is none, or the model was converted."""
-        state = self.state.get(param)
-        if not state:
-            return True
-        here = local(param)
-        for part in parts(param, form):
-            value = state.get(part.name)
-            if value is None or (value.dtype, local(value).device) != (part.dtype, here.device):
-                return True
-            if part.shape is None and not same_layout(local(value), here):
-                return True
-        return False
-
     def _ready(self, param: Tensor, group: dict[str, Any]) -> None:
         """Make the state where there is none, or where the model was converted since it was made."""
         form = self._form(param, group)
-        if not self._misfit(param, form):
+        if fits(self.state.get(param), param, form):
             self._unused.discard(param)
             return
         state = self.state[param]

@@ -125,6 +125,29 @@ def make(params: Sequence[Tensor], forms: Sequence[Form], steps_on: str | None) 
     return made
 
 
+def fits(state: dict[str, Any] | None, param: Tensor, form: Form) -> bool:
+    """Whether a state is what `make` would make now; not so after a conversion."""
+    if not state or not isinstance(state.get("step"), Tensor):
+        return False
+    here = local(param)
+    for part in parts(param, form):
+        value = state.get(part.name)
+        if value is None or (value.dtype, local(value).device) != (part.dtype, here.device):
+            return False
+        if tuple(local(value).shape) != (tuple(here.shape) if part.shape is None else part.shape):
+            return False
+        if part.shape is None and not _lies_like(local(value), here):
+            return False
+    return True
+
+
+def _lies_like(value: Tensor, param: Tensor) -> bool:
+    """Whether each element lies where it would in a copy of the parameter; size 1 has no stride."""
+    wanted = torch.empty_like(param, device="meta").stride()
+    found = zip(value.stride(), wanted, value.shape, strict=True)
+    return not value.numel() or all(stride == want for stride, want, size in found if size != 1)
+
+
 def as_sharded(value: Tensor, param: Tensor, part: Part) -> Tensor:
     """A local tensor as a DTensor laid out as its parameter, where that is one."""
     if not hasattr(param, "_local_tensor"):
@@ -145,13 +168,6 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...] | None:
         return None
     like = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
     return like.stride()
-
-
-def same_layout(value: Tensor, param: Tensor) -> bool:
-    """Whether a state's elements lie where `make` puts them. The stride of a dimension of size 1 says nothing."""
-    wanted = torch.empty_like(param, device="meta").stride()
-    found = zip(value.stride(), wanted, param.shape, strict=True)
-    return not value.numel() or all(stride == want for stride, want, size in found if size != 1)
 
 
 def is_dense(tensor: Tensor) -> bool:
