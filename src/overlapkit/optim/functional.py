@@ -15,7 +15,7 @@ from overlapkit.optim.updating import Updater
 def adamw_state(
     params: Sequence[Tensor], *, precision: str | None = None, moments: str = "fp32", amsgrad: bool = False
 ) -> list[dict[str, Tensor]]:
-    """The states of parameters on one device before their first step, in one allocation.
+    """The states of parameters on one device before their first step, in one allocation a dtype.
 
     Args:
         params: fp32, fp64 and bf16 tensors, DTensors or plain.

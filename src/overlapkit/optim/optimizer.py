@@ -28,7 +28,7 @@ class AdamW(Optimizer):
 
     On a GPU a step is one launch for all parameters of all groups and dtypes, and one more that reads the
     gradients where they are clipped; nothing waits for the host. On the CPU fp32 parameters are updated by
-    torch's fused kernel. The state exists from construction on, in one allocation for each group.
+    torch's fused kernel. The state exists from construction on, in one allocation a group and dtype.
 
     Args:
         params: Parameters, named parameters or parameter groups: fp32, fp64 and bf16, also mixed.
@@ -323,7 +323,7 @@ class AdamW(Optimizer):
         return form
 
     def _make_states(self, group: dict[str, Any], params: list[Tensor] | None = None) -> None:
-        """Make the states that are not there, one allocation for each device."""
+        """Make the states that are not there, one allocation for each device and dtype."""
         missing: dict[torch.device, list[Tensor]] = {}
         for param in group["params"] if params is None else params:
             wanted = params is not None or param.requires_grad
