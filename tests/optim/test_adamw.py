@@ -199,6 +199,18 @@ def test_state_dict_goes_both_ways(how: dict) -> None:
         assert here.state[p]["step"].item() == there.state[q]["step"].item() == 4
 
 
+def test_what_a_loaded_group_cannot_change() -> None:
+    net = model()
+    optimizer = ok.AdamW(net.parameters())
+    for other in (
+        torch.optim.Adam(net.parameters()),
+        torch.optim.AdamW(net.parameters(), differentiable=True),
+    ):
+        optimizer.load_state_dict(other.state_dict())
+        assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+        assert optimizer.param_groups[0]["differentiable"] is False
+
+
 def test_loading_the_state_of_a_torch_optimizer_that_never_stepped() -> None:
     net = model()
     optimizer = ok.AdamW(net.parameters())

@@ -20,7 +20,8 @@ from overlapkit.optim.state import Form, at_random, fits, form_of, is_dense, loc
 from overlapkit.optim.table import Entry, Table
 from overlapkit.optim.updating import Updater
 
-_HOW = ("foreach", "fused", "capturable")  # how this process computes: never taken from a checkpoint
+_HOW = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+"""How this optimizer computes: never taken from a checkpoint, torch.optim.Adam's included."""
 
 
 class AdamW(Optimizer):
@@ -178,7 +179,7 @@ class AdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or torch.optim.AdamW (plain, foreach or fused) saved.
 
-        How the update is computed (foreach, fused, capturable) stays as this optimizer was built, and so do
+        How the update is computed (foreach, fused, ...) stays as this optimizer was built, and so do
         the dtypes of its state; parameters without saved state start from zero.
 
         Raises:

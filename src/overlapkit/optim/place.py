@@ -59,7 +59,7 @@ def shards_over(grad: Tensor) -> tuple[Any, tuple[int, ...]] | None:
 def is_cut_within_rows(param: Tensor) -> bool:
     """Whether ranks hold parts of what lies behind one index of the first dimension."""
     found, like = shards_over(param), getattr(param, "placements", ())
-    return found is not None and any(like[i].is_shard() and like[i].dim != 0 for i in found[1])
+    return found is not None and any(getattr(like[i], "dim", 0) != 0 for i in found[1])
 
 
 def is_partial(tensor: Tensor) -> bool:
