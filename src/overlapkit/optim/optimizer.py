@@ -90,7 +90,6 @@ class AdamW(Optimizer):
         self.grad_norm: Tensor | None = None
         self._precision, self._moments = precision, moments
         self._eager = eager_state
-        self._unused: set[Tensor] = set()  # parameters whose state was made ahead and has not been used yet
         self._step_supports_amp_scaling = fused  # torch's GradScaler then leaves unscaling to the kernel
         self._updater: Updater | None = None
         self._last: tuple[Any, ...] = ()
@@ -226,7 +225,6 @@ class AdamW(Optimizer):
                     load(param, form, self.state[param], saved)
                     known = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", *OURS}
                     self.state[param].update({k: v for k, v in saved.items() if k not in known})
-                    self._unused.discard(param)
                 elif param in self.state:
                     for value in self.state[param].values():
                         if isinstance(value, Tensor):
@@ -335,19 +333,16 @@ class AdamW(Optimizer):
             states = make(some, forms, None if group["capturable"] or group["fused"] else "cpu")
             for param, state in zip(some, states, strict=True):
                 self.state[param] = state
-                self._unused.add(param)
 
     def _ready(self, param: Tensor, group: dict[str, Any]) -> None:
         """Make the state where there is none, or where the model was converted since it was made."""
         form = self._form(param, group)
         if fits(self.state.get(param), param, form):
-            self._unused.discard(param)
             return
         state = self.state[param]
-        if param in self._unused or not state:
+        if not float(state.get("step", 0.0)):  # made ahead, and the model converted before its first step
             state.clear()
             self._make_states(group, [param])
-            self._unused.discard(param)
         elif group["amsgrad"] and "max_exp_avg_sq" not in state and len(parts(param, form)) == len(state):
             fresh = make([param], [form], None)[0]["max_exp_avg_sq"]
             state["max_exp_avg_sq"] = fresh
@@ -370,7 +365,7 @@ class AdamW(Optimizer):
         """What a copy or a pickle keeps; torch's own list leaves out what is ours."""
         ours = ("max_norm", "grad_norm", "_eager", "_step_supports_amp_scaling", "_precision", "_moments")
         kept = {name: getattr(self, name) for name in ours}
-        return {**super().__getstate__(), **kept, "_unused": self._unused}
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
