@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import overlapkit as ok
-from overlapkit import launch
 from overlapkit.optim import clip_by_global_norm_, global_norm
-from tests.cuda_fake import CudaTensor, fake_cuda, module_on_device, on_device
-from tests.interpreter import interpreter
+from tests.cuda_fake import fake_cuda, module_on_device, on_device
+from tests.optim.on_fake import kernels_on
 from tests.ranks import one_rank_group
 
 
@@ -331,20 +330,10 @@ def test_global_norm_of_nothing_and_of_odd_shapes() -> None:
     assert global_norm(grads).item() == pytest.approx(2.5)
 
 
-def test_scheduling_on_a_gpu_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduling_on_a_gpu_waits_for_nothing() -> None:
     """The table's copies and both launches on a recorder of streams; the launches run in the interpreter."""
     net = model()
-    monkeypatch.setattr(launch, "processors", lambda device: 2)
-    launches = []
-
-    def run(self: launch.Kernel, grid: int, *args: Any, warps: int, resident: bool, **constants: Any) -> None:
-        launches.append(self.__name__)
-        machine.stream.launch()
-        raw = [a.raw if isinstance(a, CudaTensor) else a for a in args]
-        self.interpreted[(grid,)](*raw, **constants)
-
-    monkeypatch.setattr(launch.Kernel, "launch", run)
-    with interpreter(), fake_cuda() as machine:
+    with fake_cuda() as machine, kernels_on(machine) as launches:
         there = module_on_device(model())
         a = ok.AdamW(there.parameters(), max_norm=0.5)
         b = ok.AdamW(net.parameters(), max_norm=0.5)
