@@ -26,13 +26,13 @@ _interpret = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "ye
 def through_triton(x: Tensor) -> bool:
     """Whether a function of `x` runs its Triton kernel; if not, it runs its plain-torch form.
 
-    CUDA tensors do. CPU tensors do in Triton's interpreter only, that is with TRITON_INTERPRET=1 in the
-    environment: slow, and meant for testing.
+    CUDA tensors do, but not inside torch.func's transforms. CPU tensors do in Triton's interpreter only,
+    that is with TRITON_INTERPRET=1 in the environment: slow, and meant for testing.
 
     Raises:
         ImportError: A kernel is due and Triton is not installed.
     """
-    if not (x.is_cuda or _interpret) or x.dtype not in DTYPES:
+    if not (x.is_cuda or _interpret) or x.dtype not in DTYPES or transformed():
         return False
     if not _TRITON_FOUND:
         raise ImportError(
@@ -40,6 +40,19 @@ def through_triton(x: Tensor) -> bool:
             "your build of torch names (CUDA builds bring it), or move the tensor to the CPU"
         )
     return True
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or a forward-mode derivative is being computed.
+
+    Operators of torch.library have no rules for them: some end deep inside torch, and a forward-mode
+    derivative would silently be zero.
+    """
+    if torch.compiler.is_compiling():  # which has its own way with transforms
+        return False
+    return (
+        torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+    )
 
 
 class Kernel:

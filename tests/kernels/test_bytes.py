@@ -1,7 +1,8 @@
 """Bytes that each kernel moves, over its floor: every input read once, every output written once.
 
 Rows are bf16. The interpreter stands in for 132 processors, so norms are counted at 4,096 rows; narrower
-rows than users have keep it quick, and the ratios do not depend on the width within one kernel.
+rows than users have keep it quick. Of what is counted only the number of a norm's programs depends on the
+width: that is taken from its launches.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from overlapkit import kernels
+from overlapkit.kernels.raw import norm_backward, norm_forward
+from tests.kernels.ahead import recorded
 from tests.kernels.ledger import ledger
 
 
@@ -63,6 +66,31 @@ def test_norms(name: str, residual: bool) -> None:
     # torch then adds up the shares of the parameters' gradients, which are counted here as written
     floor = size(x, *parameters[:1], *grads, x.grad, *(p.grad for p in parameters)) + kept * 4096
     assert 1.0 <= backward.total / floor <= 1.05
+
+
+@pytest.mark.parametrize("d", [256, 1024, 2048, 4096, 5120, 8192])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_any_width_have_as_few_programs(name: str, d: int) -> None:
+    """Each program reads the parameters; in backward it reads the weight, and writes fp32 gradients."""
+    fn, parameters, kept = norm(name, d)
+    x, n = torch.empty(4096, d, dtype=torch.bfloat16, device="meta"), len(parameters)
+    weight, rows = x[0], torch.empty(4096, device="meta")
+    centred = name == "layer_norm"
+    with recorded() as launches:
+        norm_forward.forward(
+            x, weight, weight if centred else None, None, 1e-5, 0.0, x.dtype, centred=centred
+        )
+        norm_backward.backward(x, None, x, weight, rows if centred else None, rows, 0.0, True, centred)
+    forward, backward = (launch.grid for launch in launches)
+    there, back = 2 * size(x) + kept * 4096, 3 * size(x) + kept * 4096
+    assert (there + forward * 2 * n * d) / (there + 2 * n * d) <= 1.05
+    assert (back + backward * (2 + 4 * n) * d) / (back + 2 * (1 + n) * d) <= 1.05
+    if d == 256:
+        y = fn(real := make(4096, d))
+        with ledger() as count:
+            y.backward(torch.ones_like(y))
+        assert real.grad is not None
+        assert count.total == back + backward * (2 + 4 * n) * d
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -200,6 +200,11 @@ def test_recomputed_activations(path: str) -> None:
             ValueError,
             r"logits has strides \(0, 1\)",
         ),
+        (
+            {"logits": (torch.ones(5, requires_grad=True) * 1).unfold(0, 4, 1)},
+            ValueError,
+            r"logits has strides \(1, 1\)",
+        ),
         ({"target": torch.ones(2, 4)}, ValueError, "target has dtype torch.float32: pass int64"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0"),
         ({"vocab_group": "tp"}, TypeError, "vocab_group='tp' is a str: pass a ProcessGroup"),

@@ -177,6 +177,12 @@ def test_opcheck(interpreted: None, number: int) -> None:
     torch.library.opcheck(torch.ops.overlapkit.softmax.default, opcheck_inputs()[number])
 
 
+def test_a_float64_result_has_its_digits(path: str) -> None:
+    x, mask = torch.randn(3, 37), torch.randn(37, dtype=torch.float64)
+    y = kernels.softmax(x, dtype=torch.float64, scale=0.5, mask=mask)
+    torch.testing.assert_close(y, F.softmax(x.double() * 0.5 + mask, -1), rtol=1e-14, atol=0.0)
+
+
 def test_compiled_in_one_graph_is_bitwise_the_same(path: str) -> None:
     torch._dynamo.reset()
     inputs, grads = (make(3, 2, 37), make(2, 37)), (torch.randn(3, 2, 37),)

@@ -1,4 +1,5 @@
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -84,6 +85,16 @@ def test_training_goes_on_as_before(path: str) -> None:
         a, b = step(theirs, optimizers[0]), step(mine, optimizers[1])
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert calls == ["norm1"] * 3
+
+
+@pytest.mark.parametrize("module", [nn.CrossEntropyLoss(), nn.LayerNorm(8), nn.RMSNorm(8)])
+def test_arguments_may_be_named_as_torch_names_them(module: nn.Module) -> None:
+    given = dict(
+        zip(inspect.signature(module.forward).parameters, (torch.randn(3, 8), torch.arange(3)), strict=False)
+    )
+    before = module(**given)
+    assert kernels.swap(module).changed
+    torch.testing.assert_close(module(**given), before)
 
 
 def test_undo_gives_everything_back() -> None:

@@ -156,6 +156,18 @@ def test_padding_bad_targets_and_the_number_of_collectives() -> None:
         assert counts == [(1, 0), (1, 0), (chunks, 1)]
 
 
+def unequal(rank: int) -> None:
+    """Shards as Tensor.chunk and DTensor make them of five classes for two ranks."""
+    logits = torch.zeros(2, 5).chunk(2, 1)[rank]
+    message = r"the ranks of vocab_group have \[3, 2\] classes: all need as many"
+    with pytest.raises(ValueError, match=message):
+        kernels.cross_entropy(logits, torch.tensor([0, 3]), vocab_group=dist.group.WORLD)
+
+
+def test_shards_of_unequal_sizes_are_an_error_on_every_rank() -> None:
+    run_ranks(2, unequal)
+
+
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's own, about autograd.Function
 @pytest.mark.parametrize("form", ["logits", "logits_", "head"])
 def test_compiled_in_one_graph_is_the_same(path: str, form: str) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from overlapkit.launch import transformed
+
 
 def check_floating(name: str, x: Tensor) -> None:
     """Refuse what is not a floating-point tensor of at least one dimension."""
@@ -40,6 +42,14 @@ def check_not_negative(name: str, value: float) -> None:
     check_number(name, value)
     if not 0.0 <= value < float("inf"):  # math.isfinite ends a graph that has symbolic floats
         raise ValueError(f"{name}={value}: allowed are finite numbers from 0 up")
+
+
+def check_not_transformed(op: str, instead: str) -> None:
+    """Refuse torch.func's transforms and forward mode, for what is an operator on every device."""
+    if transformed():
+        raise RuntimeError(
+            f"{op} cannot be transformed by torch.func or differentiated in forward mode: use {instead}"
+        )
 
 
 def no_double_backward(op: str, instead: str = "") -> Callable[..., None]:

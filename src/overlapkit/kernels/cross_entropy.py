@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlapkit.kernels.arguments import check_floating, check_like
+from overlapkit.kernels.arguments import check_floating, check_like, check_not_transformed
 from overlapkit.kernels.cross_entropy_ops import cross_entropy as _cross_entropy
 from overlapkit.kernels.cross_entropy_options import as_indices, check_options, group_name
 from overlapkit.kernels.cross_entropy_plain import wide
 from overlapkit.kernels.cross_entropy_rows import count, kept
 from overlapkit.kernels.sharded import loss_by_rows
-from overlapkit.launch import through_triton
+from overlapkit.launch import through_triton, transformed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,7 +67,8 @@ def cross_entropy(
             passes the logits of classes r * V/R up to (r + 1) * V/R, and the same target and weight (of all
             V classes) as the others. All ranks get the same loss, bit for bit, by one all-gather of 16 bytes
             a row and rank; each gets the gradient of its own logits. Pad V to a multiple of R with
-            logits of -inf (without softcap, which would raise them to -softcap).
+            logits of -inf (without softcap, which would raise them to -softcap); shards of unequal sizes
+            are an error on the CPU, and NaN on a GPU.
 
     Returns:
         The loss, float32 (float64 for float64 logits): () or, for "none", target's shape. With
@@ -77,11 +78,14 @@ def cross_entropy(
         TypeError: An argument is of a wrong type.
         ValueError: An option is out of range; shapes, devices or dtypes do not fit; ignore_index or
             vocab_group is set and target holds class probabilities.
-        RuntimeError: A second derivative was asked for, on a GPU or with a vocab_group.
+        RuntimeError: A second derivative was asked for, on a GPU or with a vocab_group; or a vocab_group is
+            inside a transform of torch.func.
     """
     check_options(ignore_index, reduction, label_smoothing, z_loss, softcap)
     group, ranks = group_name(vocab_group)
     check_logits(logits, weight, ranks)
+    if group:
+        check_not_transformed("the loss of a vocab_group", "whole logits")
     if isinstance(target, Tensor) and target.is_floating_point():
         _check_probabilities(ignore_index, group)
         loss, lse = _of_probabilities(logits, target, weight, reduction, label_smoothing, z_loss, softcap)
@@ -133,10 +137,10 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         self.return_lse = return_lse
         self.vocab_group = vocab_group
 
-    def forward(self, logits: Tensor, target: Tensor) -> Any:
-        """Return what `cross_entropy` returns, for logits (N, V, ...) and target (N, ...)."""
+    def forward(self, input: Tensor, target: Tensor) -> Any:
+        """Return what `cross_entropy` returns, for input (N, V, ...), the logits, and target (N, ...)."""
         return cross_entropy(
-            logits,
+            input,
             target,
             self.weight,
             ignore_index=self.ignore_index,
@@ -218,7 +222,7 @@ def _torch_alone(
 
     if reduction != "mean":
         return loss(reduction)
-    if type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling():
+    if type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling() and not transformed():
         mean = loss("mean")
         if not math.isnan(mean.item()):  # the CPU can look, and that costs less than counting first
             return mean

@@ -42,8 +42,8 @@ def cross_entropy_(
     factor reaches it; `cross_entropy` multiplies first.
 
     Args:
-        logits: As in `cross_entropy`, but no leaf that requires grad, and no element twice (expand). The
-            memory is saved for (N, V) with dense rows; others are copied there and back.
+        logits: As in `cross_entropy`, but no leaf that requires grad, and no element twice (expand, unfold).
+            The memory is saved for (N, V) with dense rows; others are copied there and back.
         target: As in `cross_entropy`; int64 or uint8, no class probabilities.
         weight: As in `cross_entropy`, like all that follow.
         ignore_index: A target that counts for nothing.
@@ -91,11 +91,21 @@ def _check_writable(logits: Tensor) -> None:
         raise ValueError(
             "logits is a leaf that requires grad: its values would be lost; use cross_entropy for it"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
+    if _shares_memory(logits):
         raise ValueError(
             f"logits has strides {logits.stride()}: elements that share memory cannot hold their gradients; "
             "use cross_entropy, or logits.contiguous()"
         )
+
+
+def _shares_memory(x: Tensor) -> bool:
+    """Whether two elements may lie in one place, as those of expand, unfold and some of as_strided do."""
+    dims = [(stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    return any(
+        # all that a dimension of smaller strides, or of as large ones and before it, reaches
+        stride <= sum((m - 1) * s for j, (s, m) in enumerate(dims) if s < stride or (s == stride and j < i))
+        for i, (stride, _) in enumerate(dims)
+    )
 
 
 class _InPlace(torch.autograd.Function):

@@ -27,7 +27,7 @@ def forward(
     shard = _shard(logits, options.group)
     found = statistics(logits, target, weight, options, shard)
     if options.group:
-        found = _of_all_ranks(found, options.group)
+        found = _of_all_ranks(found, logits.shape[1], options.group)
     loss = plain.loss(found, target, weight, options, shard[1])
     return loss, found[0].clone(), found[1].clone()  # an operator's outputs share no memory
 
@@ -48,19 +48,29 @@ def process_group(name: str) -> "torch.distributed.ProcessGroup":
     return c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type, unused-ignore]
 
 
-def _of_all_ranks(found: Tensor, group: str) -> Tensor:
+def _of_all_ranks(found: Tensor, n: int, group: str) -> Tensor:
     """The statistics of all classes from those of each rank's, by one collective: 16 bytes a row and rank.
 
-    All ranks add up the same numbers in the same order, so that they get the same bits.
+    All ranks add up the same numbers in the same order, so that they get the same bits. Behind them goes n,
+    the number of a rank's classes: where they differ, no rank knows which classes it has.
     """
     ranks = process_group(group)
-    gathered = found.new_empty((ranks.size(), *found.shape))
-    torch.distributed.all_gather(list(gathered), found, group=ranks)
-    lse, low, hit, dot = gathered.unbind(1)
+    mine = torch.cat((found.flatten(), found.new_full((1,), n)))
+    gathered = mine.new_empty((ranks.size(), mine.numel()))
+    torch.distributed.all_gather(list(gathered), mine, group=ranks)
+    alike = (gathered[:, -1] == n).all()
+    if found.is_cpu and not alike:
+        sizes = [int(size) for size in gathered[:, -1]]
+        raise ValueError(
+            f"the ranks of vocab_group have {sizes} classes: all need as many, so pad them to a multiple of "
+            f"{ranks.size()} ranks, with logits (or the bias) of -inf"
+        )
+    lse, low, hit, dot = gathered[:, :-1].unflatten(1, found.shape).unbind(1)
     top = lse.amax(0)
     shift = torch.where(top == -torch.inf, 0.0, top)
     total = ((lse - shift) + low).exp().sum(0)
-    return torch.stack((*plain.sum_in_two(shift, total.log()), hit.sum(0), dot.sum(0)))
+    lse, low = plain.sum_in_two(shift, total.log())
+    return torch.stack((torch.where(alike, lse, torch.nan), low, hit.sum(0), dot.sum(0)))
 
 
 def gradient(

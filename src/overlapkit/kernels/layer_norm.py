@@ -68,10 +68,10 @@ def layer_norm(
 class LayerNorm(nn.LayerNorm):
     """torch.nn.LayerNorm through `layer_norm`, with the same arguments."""
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return what `layer_norm` returns, for x (..., *normalized_shape)."""
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """Return what `layer_norm` returns, for input (..., *normalized_shape)."""
         given = (self.weight, self.bias, self.eps)
-        return over_dimensions(layer_norm, self.normalized_shape, x, *given, residual=residual)
+        return over_dimensions(layer_norm, self.normalized_shape, input, *given, residual=residual)
 
 
 @torch.library.custom_op("overlapkit::layer_norm", mutates_args=())

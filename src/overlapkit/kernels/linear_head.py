@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from overlapkit.kernels.arguments import check_floating, check_like
+from overlapkit.kernels.arguments import check_floating, check_like, check_not_transformed
 from overlapkit.kernels.cross_entropy_options import as_indices, check_options, group_name
 from overlapkit.kernels.cross_entropy_plain import wide
 from overlapkit.kernels.cross_entropy_rows import count, kept
+from overlapkit.kernels.linear_cross_entropy_ops import INSTEAD, linear_cross_entropy_rows
 from overlapkit.kernels.linear_cross_entropy_ops import linear_cross_entropy as _linear_cross_entropy
-from overlapkit.kernels.linear_cross_entropy_ops import linear_cross_entropy_rows
 from overlapkit.kernels.sharded import LAST, loss_by_rows
 
 if TYPE_CHECKING:
@@ -112,10 +112,11 @@ def linear_cross_entropy(
         TypeError: An argument is of a wrong type, or the head is a sharded DTensor.
         ValueError: An option is out of range; shapes, devices or dtypes do not fit; target holds class
             probabilities.
-        RuntimeError: A second derivative was asked for.
+        RuntimeError: A second derivative was asked for, or it is inside a transform of torch.func.
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     check_options(ignore_index, reduction, label_smoothing, z_loss, softcap)
+    check_not_transformed("linear_cross_entropy", INSTEAD)
     group, ranks = group_name(vocab_group)
     _check_head(input, linear_weight, linear_bias, weight, ranks, chunk_bytes)
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)

@@ -103,7 +103,7 @@ def _check_positions(positions: Tensor | None, q: Tensor) -> None:
     if positions.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"positions has dtype {positions.dtype}: pass int64 or int32")
     batch, length = q.shape[:-2] if q.dim() == 4 else (1, q.shape[0])
-    if positions.shape not in ((length,), (1, length), (batch, length)):
+    if not any(positions.shape == shape for shape in ((length,), (1, length), (batch, length))):
         raise ValueError(
             f"positions has shape {tuple(positions.shape)}: q of shape {tuple(q.shape)} needs "
             f"({length},), (1, {length}) or ({batch}, {length})"
@@ -131,7 +131,8 @@ def _check_angles(
         raise ValueError(f"{name} requires a gradient, and rope gives it none: pass {name}.detach()")
     batch, length = q.shape[:-2] if q.dim() == 4 else (1, q.shape[0])
     table = angles.dim() == 2 and (positions is not None or angles.shape[0] >= length)
-    of_tokens = positions is None and angles.dim() == 3 and angles.shape[:2] in ((batch, length), (1, length))
+    of_tokens = angles.dim() == 3 and any(angles.shape[:2] == (n, length) for n in (batch, 1))
+    of_tokens = of_tokens and positions is None
     if not (table or of_tokens):
         least = "P" if positions is not None else f"{length} or more"
         raise ValueError(

@@ -73,7 +73,7 @@ def _check_mask(mask: Tensor, x: Tensor) -> None:
             f"mask has dtype {mask.dtype}: pass bool (True takes part), or floating point to be added"
         )
     pairs = zip(reversed(mask.shape), reversed(x.shape), strict=False)
-    if mask.dim() > x.dim() or any(m not in (1, n) for m, n in pairs):
+    if mask.dim() > x.dim() or any(m != 1 and m != n for m, n in pairs):
         raise ValueError(
             f"mask has shape {tuple(mask.shape)}: it has to be broadcastable to that of x, {tuple(x.shape)}"
         )
@@ -85,7 +85,7 @@ def _plain(x: Tensor, dim: int, dtype: torch.dtype, scale: float, mask: Tensor |
     """The same in torch's own operations."""
     if mask is None and scale == 1.0:
         return F.softmax(x, dim, dtype=dtype)
-    z = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    z = x.to(torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)) * scale
     if mask is None:
         return F.softmax(z, dim).to(dtype)
     z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)

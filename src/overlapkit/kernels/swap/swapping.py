@@ -68,8 +68,9 @@ def swap(model: nn.Module, *, only: Iterable[str] | None = None) -> Swap:
     weight and an eps, or two or three linear layers whose sizes fit. Such a module is taken if its own
     forward gives the same numbers as a kernel's, in training and in evaluation: run over small stand-ins
     for its weights on the CPU, so sharded modules and those on the meta device are checked, too, and each
-    takes some milliseconds. Not seen is a forward that depends on its dtype, device or sizes. In bfloat16
-    and float16 results differ in the last digit, since intermediate results are not rounded.
+    takes some milliseconds. Not seen is a forward that depends on its dtype, device or sizes, or a dropout
+    whose p is raised from 0 later. In bfloat16 and float16 results differ in the last digit, since
+    intermediate results are not rounded, and a loss is float32; of a loss's ways see `cross_entropy`.
 
     Each instance changes its class to a subclass of its own, and nothing else: parameters, hooks, the
     train/eval flag, names and references to it stay as they are, so an optimizer or an FSDP2 parent that
