@@ -1,9 +1,10 @@
 """What AdamW is given, refused at construction with the argument's name."""
 
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
-from torch import Tensor, bfloat16, float16
+from torch import Tensor, bfloat16, float16, nn
 
 from overlapkit.optim.columns import FP32, INT8, PLAIN
 from overlapkit.optim.place import is_cut_within_rows
@@ -11,6 +12,21 @@ from overlapkit.optim.state import MODES, MOMENTS, Form, is_dense, local
 
 _PRECISIONS = (None, *MODES)
 _WHOLE = ("max_norm", "precision", "moments", "eager_state")
+
+
+def as_list(params: Any) -> list[Any]:
+    """Parameters or groups as a list; refuse what is neither, and nothing at all."""
+    if isinstance(params, Tensor | nn.Module) or not isinstance(params, Iterable):
+        raise TypeError(f"params is a {type(params).__name__}: give parameters, e.g. model.parameters()")
+    listed: list[Any] = list(params)
+    if all(isinstance(entry, dict) and _is_empty(entry.get("params")) for entry in listed):
+        raise ValueError("params is empty: give model.parameters() of a model that has some")
+    return listed
+
+
+def _is_empty(params: Any) -> bool:
+    """A group may hold a single tensor, which has a length and a truth of its own."""
+    return isinstance(params, list | tuple | set) and not params
 
 
 def check_options(

@@ -4,7 +4,7 @@ The update is Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (2019
 forms in which bf16 parameters and moments are kept. state_dicts are torch.optim.AdamW's, both ways.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from overlapkit.device import rank_and_world
-from overlapkit.optim.arguments import check_form, check_group, check_how, check_options, check_precision
+from overlapkit.optim.arguments import (
+    as_list,
+    check_form,
+    check_group,
+    check_how,
+    check_options,
+    check_precision,
+)
 from overlapkit.optim.gradients import check_dense
 from overlapkit.optim.interchange import OURS, exported, held, load, released
 from overlapkit.optim.place import place_of
@@ -84,7 +91,7 @@ class AdamW(Optimizer):
     ) -> None:
         check_options(max_norm, precision, moments, foreach, fused, differentiable)
         rank_and_world()
-        listed = _listed(params)
+        listed = as_list(params)
         fused = not foreach if fused is None else fused
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
@@ -127,7 +134,7 @@ class AdamW(Optimizer):
             amsgrad: As AdamW takes it; a group's own counts.
         """
         check_options(None, precision, moments, None, None, False)
-        listed = _listed(params)
+        listed = as_list(params)
         groups = [e for e in listed if isinstance(e, dict)] or [{"params": listed}]
         total = 0
         for group in groups:
@@ -386,17 +393,3 @@ def _in_torchs_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
         if number in state:
             state[number] = exported(param, optimizer._form(param, group), state[number])
     return {**state_dict, "state": state}
-
-
-def _listed(params: Any) -> list[Any]:
-    if isinstance(params, Tensor | torch.nn.Module) or not isinstance(params, Iterable):
-        raise TypeError(f"params is a {type(params).__name__}: give parameters, e.g. model.parameters()")
-    listed: list[Any] = list(params)
-    if all(isinstance(entry, dict) and _is_empty(entry.get("params")) for entry in listed):
-        raise ValueError("params is empty: give model.parameters() of a model that has some")
-    return listed
-
-
-def _is_empty(params: Any) -> bool:
-    """A group may hold a single tensor, which has a length and a truth of its own."""
-    return isinstance(params, list | tuple | set) and not params
