@@ -13,6 +13,7 @@ import overlapkit as ok
 from overlapkit.checkpoint import layout
 from overlapkit.checkpoint.stage import Stager
 from tests.cuda_fake import FakeCuda, fake_cuda, module_on_device, on_device
+from tests.optim.on_fake import kernels_on
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def train(machine: FakeCuda, directory: Path, stage: Any, in_flight: int = 1) ->
 @pytest.mark.parametrize("stage", ["late", "now"])
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_every_order_holds(tmp_path: Path, stage: str, in_flight: int) -> None:
-    with fake_cuda() as machine:
+    with fake_cuda() as machine, kernels_on(machine):
         train(machine, tmp_path, stage, in_flight)
         gc.collect()
         assert machine.faults == []
@@ -61,7 +62,7 @@ def test_the_recorder_sees_an_optimizer_that_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stager, "_order", lambda stager, staging: None)
-    with fake_cuda() as machine:
+    with fake_cuda() as machine, kernels_on(machine):
         train(machine, tmp_path, "late")
         assert any("written" in fault for fault in machine.faults)
 
@@ -91,7 +92,7 @@ def test_parameters_may_be_changed_as_soon_as_they_are_staged(tmp_path: Path, ho
 
 @pytest.mark.usefixtures("_any_tensor")
 def test_state_leaves_the_device_page_locked_and_without_blocking(tmp_path: Path) -> None:
-    with fake_cuda() as machine:
+    with fake_cuda() as machine, kernels_on(machine):
         train(machine, tmp_path, "late")
         assert machine.copies
         assert all(non_blocking for _, non_blocking in machine.copies)

@@ -100,6 +100,10 @@ def test_the_function_refuses_what_the_class_refuses() -> None:
         "lr=-1": lambda: adamw([param], [grad], states, lr=-1),
         "precision='x'": lambda: adamw([param], [grad], states, precision="x"),
         "is for bf16 parameters": lambda: adamw([param], [grad], states, precision="bf16_sr"),
+        r"states\[0\] holds \['exp_avg', 'exp_avg_sq', 'step'\]": lambda: adamw(
+            [param], [grad], states, amsgrad=True
+        ),
+        "a torch.float64 parameter": lambda: adamw([param.double()], [grad], states),
         "complex64": lambda: adamw([param + 0j], [grad], states),
     }.items():
         with pytest.raises(ValueError, match=message):

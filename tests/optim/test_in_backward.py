@@ -49,6 +49,27 @@ def test_a_parameter_is_updated_while_others_have_no_gradient_yet() -> None:
     optimizer.step()
 
 
+def test_a_model_that_was_moved_and_groups_that_came_later(path: str) -> None:
+    inside, after = model(), model()
+    a, b = optimizer_in_backward(inside, lr=1e-2), ok.AdamW(after.named_parameters(), lr=1e-2)
+    for step in range(3):
+        for net, optimizer in ((inside, a), (after, b)):
+            if step == 1:
+                net[0].weight.data = net[0].weight.detach().clone()
+            if step == 2:
+                net.append(nn.Linear(2, 2).requires_grad_(True))
+                nn.init.ones_(net[3].weight)
+                nn.init.zeros_(net[3].bias)
+                optimizer.add_param_group({"params": list(net[3].named_parameters("3")), "lr": 0.5})
+            net(torch.ones(1, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(inside.parameters(), after.parameters(), strict=True))
+    assert not torch.equal(inside[3].weight, torch.ones(2, 2))
+    a.remove()
+    a.remove()
+
+
 def test_what_cannot_be_right_is_refused() -> None:
     net = model()
     with pytest.raises(ValueError, match="max_norm=1.0: the global norm"):

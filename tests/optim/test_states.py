@@ -1,6 +1,7 @@
 """States going out and coming in: torch's optimizers, dtypes, shards, other world sizes, checkpoints."""
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,22 @@ def test_our_own_state_goes_on_bitwise(options: dict[str, Any], path: str) -> No
     train(net, a, range(3, 5))
     train(twin, b, range(3, 5))
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_torch_saves_and_loads_states_of_every_dtype(dtype: torch.dtype, moments: str) -> None:
+    net = model(dtype)
+    a, b = (ok.AdamW(net.parameters(), moments=moments) for _ in range(2))
+    train(net, a, range(1))
+    for saved in (a.state_dict(), a):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        found = torch.load(file, weights_only=saved is not a)
+        b.load_state_dict(found if saved is not a else found.state_dict())
+        for param in net.parameters():
+            assert all(equal(b.state[param][key], value) for key, value in a.state[param].items())
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
@@ -226,6 +243,9 @@ def _meshes(rank: int) -> tuple[float, float]:
     def placed(x: torch.Tensor, layout: Any) -> torch.Tensor:
         return x.clone() if layout is None else distribute_tensor(x, *layout, src_data_rank=None)
 
+    for layout in layouts[3:]:  # a block of int8 moments belongs to the whole tensor, not to a shard
+        with pytest.raises(ValueError, match="another dimension than the first"):
+            ok.AdamW([nn.Parameter(placed(whole[0], layout))], moments="int8")
     places = [place_of(placed(torch.arange(640).view(10, 64), layout)) for layout in layouts]
     for place, layout in zip(places, layouts, strict=True):
         here = placed(torch.arange(640).view(10, 64), layout)

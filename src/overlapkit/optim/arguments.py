@@ -1,14 +1,32 @@
 """What AdamW is given, refused at construction with the argument's name."""
 
+from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
-from torch import Tensor, bfloat16, float16
+from torch import Tensor, bfloat16, float16, nn
 
 from overlapkit.optim.columns import FP32, INT8, PLAIN
+from overlapkit.optim.place import is_cut_within_rows
 from overlapkit.optim.state import MODES, MOMENTS, Form, is_dense, local
 
 _PRECISIONS = (None, *MODES)
 _WHOLE = ("max_norm", "precision", "moments", "eager_state")
+
+
+def as_list(params: Any) -> list[Any]:
+    """Parameters or groups as a list; refuse what is neither, and nothing at all."""
+    if isinstance(params, Tensor | nn.Module) or not isinstance(params, Iterable):
+        raise TypeError(f"params is a {type(params).__name__}: give parameters, e.g. model.parameters()")
+    listed: list[Any] = list(params)
+    if all(isinstance(entry, dict) and _is_empty(entry.get("params")) for entry in listed):
+        raise ValueError("params is empty: give model.parameters() of a model that has some")
+    return listed
+
+
+def _is_empty(params: Any) -> bool:
+    """A group may hold a single tensor, which has a length and a truth of its own."""
+    return isinstance(params, list | tuple | set) and not params
 
 
 def check_options(
@@ -17,15 +35,20 @@ def check_options(
     """Refuse what no group could have."""
     if max_norm is not None:
         _check_above_zero("max_norm", max_norm, "or None not to clip")
-    for name, value in (("foreach", foreach), ("fused", fused)):
-        if value not in (None, True, False):
-            raise TypeError(f"{name}={value!r}: give True, False or None")
+    check_how(foreach, fused)
     if precision not in _PRECISIONS:
         raise ValueError(f"precision={precision!r}: choose one of {_PRECISIONS}")
     if moments not in MOMENTS:
         raise ValueError(f"moments={moments!r}: choose one of {tuple(MOMENTS)}")
     if differentiable:
         raise ValueError("differentiable=True: the update is a fused kernel; use torch.optim.AdamW for it")
+
+
+def check_how(foreach: Any, fused: Any) -> None:
+    """Refuse what does not say how to compute."""
+    for name, value in (("foreach", foreach), ("fused", fused)):
+        if value not in (None, True, False):
+            raise TypeError(f"{name}={value!r}: give True, False or None")
     if foreach and fused:
         raise ValueError("foreach=True and fused=True exclude each other: leave both at None")
 
@@ -48,8 +71,10 @@ def check_group(group: dict[str, Any]) -> None:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas={betas!r}: give the two decay rates, e.g. (0.9, 0.999)")
     _check_number("lr", group["lr"])
-    _check_number("eps", group["eps"])
-    _check_number("weight_decay", group["weight_decay"])
+    for name in ("eps", "weight_decay"):
+        if isinstance(group[name], Tensor):
+            raise TypeError(f"{name} is a tensor: give a number; only lr and betas may be tensors")
+        _check_number(name, group[name])
     for index, beta in enumerate(betas):
         _check_number(f"betas[{index}]", beta, below=1.0)
     for name in ("amsgrad", "maximize", "capturable"):
@@ -87,6 +112,12 @@ def check_form(param: Tensor, form: Form, foreach: bool | None, fused: bool | No
         )
     if form.moments == INT8 and form.amsgrad:
         raise ValueError("amsgrad=True with moments='int8': the largest second moment needs 'bf16' or 'fp32'")
+    if form.moments == INT8 and is_cut_within_rows(param):
+        raise ValueError(
+            f"moments='int8', and params holds one of shape {tuple(param.shape)} that is sharded along "
+            "another dimension than the first: blocks that share a scale would depend on the shards; use "
+            "moments='bf16'"
+        )
     if not param.is_meta and not is_dense(local(param)):
         raise ValueError(
             f"params holds one of shape {tuple(param.shape)} and strides {tuple(param.stride())}, a part of "
@@ -121,7 +152,7 @@ def _check_number(name: str, value: Any, below: float | None = None) -> None:
             raise ValueError(f"{name} is a tensor of {value.numel()} elements: use a float or one element")
         if value.is_cuda or value.is_meta:
             return  # its value is not looked at: that would wait for the device
-    elif not isinstance(value, int | float) or isinstance(value, bool):
+    elif not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: give a number")
     if not value >= 0 or (below is not None and not value < below):
         raise ValueError(f"{name}={value!r} must be at least 0" + (f" and below {below:g}" if below else ""))

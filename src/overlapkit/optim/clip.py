@@ -153,7 +153,7 @@ def summed_over_meshes(
 def _norm(grads: list[Tensor]) -> Tensor:
     """Of half-precision gradients in fp32: a norm in bf16 has two digits."""
     if any(grad.dtype in (torch.bfloat16, torch.float16) for grad in grads):
-        norms = [torch.linalg.vector_norm(grad, dtype=_wide(grad)) for grad in grads]
+        norms = [torch.linalg.vector_norm(grad, dtype=_wide(grad)).to(grads[0].device) for grad in grads]
         whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return whole
     return torch.nn.utils.get_total_norm(grads)

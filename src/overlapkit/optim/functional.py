@@ -7,7 +7,7 @@ from torch import Tensor
 
 from overlapkit.optim.arguments import check_form, check_group, check_options, check_precision
 from overlapkit.optim.gradients import check_dense
-from overlapkit.optim.state import form_of, make
+from overlapkit.optim.state import fits, form_of, make
 from overlapkit.optim.table import Entry
 from overlapkit.optim.updating import Updater
 
@@ -15,7 +15,7 @@ from overlapkit.optim.updating import Updater
 def adamw_state(
     params: Sequence[Tensor], *, precision: str | None = None, moments: str = "fp32", amsgrad: bool = False
 ) -> list[dict[str, Tensor]]:
-    """The states of parameters on one device before their first step, in one allocation.
+    """The states of parameters on one device before their first step, in one allocation a dtype.
 
     Args:
         params: fp32, fp64 and bf16 tensors, DTensors or plain.
@@ -71,7 +71,7 @@ def adamw(
         The global norm of the gradients before clipping, fp32 (); None without `max_norm`.
 
     Raises:
-        ValueError: An argument is out of its range, or the lists are not equally long.
+        ValueError: An argument is out of its range, the lists are not equally long, or a state does not fit.
         RuntimeError: A gradient is sparse.
     """
     if not len(params) == len(grads) == len(states):
@@ -90,5 +90,10 @@ def adamw(
     for number, (param, state) in enumerate(zip(params, states, strict=True)):
         form = form_of(param, precision, moments, amsgrad)
         check_form(param, form, None, None)
+        if not fits(state, param, form):
+            raise ValueError(
+                f"states[{number}] holds {sorted(state)}, which is not what a {param.dtype} parameter of "
+                f"shape {tuple(param.shape)} keeps: make it by adamw_state with the same options"
+            )
         entries.append(Entry(param, form, state, 0, number))
     return Updater(entries, [group], []).step(grads, [group], max_norm, grad_scale, found_inf, {})

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from overlapkit.optim.gradients import check_dense
 from overlapkit.optim.optimizer import AdamW
+from overlapkit.optim.state import local
 from overlapkit.optim.updating import Updater
 
 
@@ -50,13 +51,20 @@ class AdamWInBackward(AdamW):
     """What `optimizer_in_backward` returns: an AdamW whose updates run in hooks of its parameters."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], **options: Any) -> None:
-        super().__init__(list(named), **options)
-        self._names = {param: name for name, param in named}
+        self._names: dict[Tensor, str] = {}
         self._updated: set[Tensor] = set()
-        self._hooks = []
-        for param in self._names:
-            self._hooks.append(param.register_post_accumulate_grad_hook(self._update))
-            param._in_backward_optimizers = [self]  # type: ignore[attr-defined]  # checkpoints look for it
+        self._hooks: list[Any] = []
+        super().__init__(list(named), **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of named parameters, which backward updates from now on."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            self._names[param] = name
+            if param.requires_grad:
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._update))
+                param._in_backward_optimizers = [self]  # checkpoints look for it
 
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
@@ -77,13 +85,18 @@ class AdamWInBackward(AdamW):
                 "each backward updates; call step() after each backward, or use AdamW"
             )
         self._updated.add(param)
-        updater = self._each.get(param)
-        if updater is None:
-            updater = self._each[param] = self._plan(self._parameters(), [param])
+        updater, planned_for = self._each.get(param, (None, None))
+        if updater is None or planned_for != self._where(param):
+            updater = self._plan(self._parameters(), [param])
+            self._each[param] = updater, self._where(param)
         assert param.grad is not None
         check_dense([param.grad])
         updater.step([param.grad], self.param_groups, None, None, None, self._done)
         param.grad = None
+
+    def _where(self, param: Tensor) -> tuple[int, int]:
+        """What the plan of a parameter was made for: models may be moved, states replaced."""
+        return local(param).data_ptr(), id(self.state.get(param, {}).get("exp_avg"))
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """End a step: every update of it was made in backward.
@@ -106,11 +119,11 @@ class AdamWInBackward(AdamW):
         for hook in self._hooks:
             hook.remove()
         for param in self._names:
-            del param._in_backward_optimizers  # type: ignore[attr-defined]
+            vars(param).pop("_in_backward_optimizers", None)
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError("an optimizer in backward cannot be copied: make another for the copied model")
 
     def _forget(self) -> None:
         super()._forget()
-        self._each: dict[Tensor, Updater] = {}
+        self._each: dict[Tensor, tuple[Updater, tuple[int, int]]] = {}

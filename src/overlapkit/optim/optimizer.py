@@ -4,7 +4,7 @@ The update is Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (2019
 forms in which bf16 parameters and moments are kept. state_dicts are torch.optim.AdamW's, both ways.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -12,15 +12,23 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from overlapkit.device import rank_and_world
-from overlapkit.optim.arguments import check_form, check_group, check_options, check_precision
+from overlapkit.optim.arguments import (
+    as_list,
+    check_form,
+    check_group,
+    check_how,
+    check_options,
+    check_precision,
+)
 from overlapkit.optim.gradients import check_dense
 from overlapkit.optim.interchange import OURS, exported, held, load, released
 from overlapkit.optim.place import place_of
-from overlapkit.optim.state import Form, at_random, form_of, local, make, nbytes, parts
+from overlapkit.optim.state import Form, at_random, fits, form_of, is_dense, local, make, nbytes, parts
 from overlapkit.optim.table import Entry, Table
 from overlapkit.optim.updating import Updater
 
-_HOW = ("foreach", "fused", "capturable")  # how this process computes: never taken from a checkpoint
+_HOW = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+"""How this optimizer computes: never taken from a checkpoint, torch.optim.Adam's included."""
 
 
 class AdamW(Optimizer):
@@ -28,7 +36,7 @@ class AdamW(Optimizer):
 
     On a GPU a step is one launch for all parameters of all groups and dtypes, and one more that reads the
     gradients where they are clipped; nothing waits for the host. On the CPU fp32 parameters are updated by
-    torch's fused kernel. The state exists from construction on, in one allocation for each group.
+    torch's fused kernel. The state exists from construction on, in one allocation a group and dtype.
 
     Args:
         params: Parameters, named parameters or parameter groups: fp32, fp64 and bf16, also mixed.
@@ -83,13 +91,12 @@ class AdamW(Optimizer):
     ) -> None:
         check_options(max_norm, precision, moments, foreach, fused, differentiable)
         rank_and_world()
-        listed = _listed(params)
+        listed = as_list(params)
         fused = not foreach if fused is None else fused
         self.max_norm = max_norm
         self.grad_norm: Tensor | None = None
         self._precision, self._moments = precision, moments
         self._eager = eager_state
-        self._unused: set[Tensor] = set()  # parameters whose state was made ahead and has not been used yet
         self._step_supports_amp_scaling = fused  # torch's GradScaler then leaves unscaling to the kernel
         self._updater: Updater | None = None
         self._last: tuple[Any, ...] = ()
@@ -127,11 +134,13 @@ class AdamW(Optimizer):
             amsgrad: As AdamW takes it; a group's own counts.
         """
         check_options(None, precision, moments, None, None, False)
-        listed = _listed(params)
+        listed = as_list(params)
         groups = [e for e in listed if isinstance(e, dict)] or [{"params": listed}]
         total = 0
         for group in groups:
-            named = [p[1] if isinstance(p, tuple) else p for p in _listed(group["params"])]
+            given = group["params"]
+            given = [given] if isinstance(given, Tensor) else given
+            named = [p[1] if isinstance(p, tuple) else p for p in given]
             trained = [p for p in named if p.requires_grad]
             forms = [form_of(p, precision, moments, group.get("amsgrad", amsgrad)) for p in trained]
             total += nbytes(trained, forms)
@@ -147,6 +156,7 @@ class AdamW(Optimizer):
         """
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"params has a group {param_group!r}: give a dict with 'params'")
+        param_group.update(self._how(param_group))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -158,14 +168,24 @@ class AdamW(Optimizer):
         except Exception:
             self.param_groups.pop()  # a refused group leaves the optimizer as it was
             raise
+        if not (group["fused"] and all(is_dense(local(param)) for param in group["params"])):
+            self._step_supports_amp_scaling = False  # torch's own loops know no scale: GradScaler unscales
         self._forget()
         if self._eager:
             self._make_states(group)
 
+    def _how(self, group: dict[str, Any]) -> dict[str, Any]:
+        """How a group computes, `foreach` and `fused`: its own choice if it makes one."""
+        foreach, fused = group.get("foreach"), group.get("fused")
+        check_how(foreach, fused)
+        if foreach is None and fused is None:
+            return {name: self.defaults[name] for name in ("foreach", "fused")}
+        return {"foreach": foreach, "fused": not foreach if fused is None else fused}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or torch.optim.AdamW (plain, foreach or fused) saved.
 
-        How the update is computed (foreach, fused, capturable) stays as this optimizer was built, and so do
+        How the update is computed (foreach, fused, ...) stays as this optimizer was built, and so do
         the dtypes of its state; parameters without saved state start from zero.
 
         Raises:
@@ -206,13 +226,12 @@ class AdamW(Optimizer):
                 saved = loaded.pop(param, None)
                 if saved:
                     form = self._form(param, group)
-                    if self._misfit(param, form):
+                    if not fits(self.state.get(param), param, form):
                         self.state.pop(param, None)
                         self._make_states(group, [param])
                     load(param, form, self.state[param], saved)
                     known = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", *OURS}
                     self.state[param].update({k: v for k, v in saved.items() if k not in known})
-                    self._unused.discard(param)
                 elif param in self.state:
                     for value in self.state[param].values():
                         if isinstance(value, Tensor):
@@ -310,7 +329,7 @@ class AdamW(Optimizer):
         return form
 
     def _make_states(self, group: dict[str, Any], params: list[Tensor] | None = None) -> None:
-        """Make the states that are not there, one allocation for each device."""
+        """Make the states that are not there, one allocation for each device and dtype."""
         missing: dict[torch.device, list[Tensor]] = {}
         for param in group["params"] if params is None else params:
             wanted = params is not None or param.requires_grad
@@ -321,33 +340,16 @@ class AdamW(Optimizer):
             states = make(some, forms, None if group["capturable"] or group["fused"] else "cpu")
             for param, state in zip(some, states, strict=True):
                 self.state[param] = state
-                self._unused.add(param)
-
-    def _misfit(self, param: Tensor, form: Form) -> bool:
-        """Whether a state is not what its parameter keeps: there is none, or the model was converted."""
-        state = self.state.get(param)
-        if not state:
-            return True
-        here = local(param)
-        for part in parts(param, form):
-            value = state.get(part.name)
-            if value is None or (value.dtype, local(value).device) != (part.dtype, here.device):
-                return True
-            if part.shape is None and local(value).stride() != torch.empty_like(here, device="meta").stride():
-                return True
-        return False
 
     def _ready(self, param: Tensor, group: dict[str, Any]) -> None:
         """Make the state where there is none, or where the model was converted since it was made."""
         form = self._form(param, group)
-        if not self._misfit(param, form):
-            self._unused.discard(param)
+        if fits(self.state.get(param), param, form):
             return
         state = self.state[param]
-        if param in self._unused or not state:
+        if not float(state.get("step", 0.0)):  # made ahead, and the model converted before its first step
             state.clear()
             self._make_states(group, [param])
-            self._unused.discard(param)
         elif group["amsgrad"] and "max_exp_avg_sq" not in state and len(parts(param, form)) == len(state):
             fresh = make([param], [form], None)[0]["max_exp_avg_sq"]
             state["max_exp_avg_sq"] = fresh
@@ -370,7 +372,7 @@ class AdamW(Optimizer):
         """What a copy or a pickle keeps; torch's own list leaves out what is ours."""
         ours = ("max_norm", "grad_norm", "_eager", "_step_supports_amp_scaling", "_precision", "_moments")
         kept = {name: getattr(self, name) for name in ours}
-        return {**super().__getstate__(), **kept, "_unused": set()}
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -391,14 +393,3 @@ def _in_torchs_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
         if number in state:
             state[number] = exported(param, optimizer._form(param, group), state[number])
     return {**state_dict, "state": state}
-
-
-def _listed(params: Any) -> list[Any]:
-    if isinstance(params, Tensor | torch.nn.Module) or not isinstance(params, Iterable):
-        raise TypeError(f"params is a {type(params).__name__}: give parameters, e.g. model.parameters()")
-    listed: list[Any] = list(params)
-    if not any(
-        entry["params"] if isinstance(entry, dict) and "params" in entry else True for entry in listed
-    ):
-        raise ValueError("params is empty: give model.parameters() of a model that has some")
-    return listed

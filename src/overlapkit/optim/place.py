@@ -56,6 +56,12 @@ def shards_over(grad: Tensor) -> tuple[Any, tuple[int, ...]] | None:
     return (sharded.device_mesh, dims) if dims else None
 
 
+def is_cut_within_rows(param: Tensor) -> bool:
+    """Whether ranks hold parts of what lies behind one index of the first dimension."""
+    found, like = shards_over(param), getattr(param, "placements", ())
+    return found is not None and any(getattr(like[i], "dim", 0) != 0 for i in found[1])
+
+
 def is_partial(tensor: Tensor) -> bool:
     """Whether ranks hold summands of it."""
     return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))

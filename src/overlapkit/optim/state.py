@@ -1,4 +1,4 @@
-"""What each parameter keeps between steps: in which dtypes and layout, how many bytes, in one allocation."""
+"""What each parameter keeps between steps: in which dtypes and layout, how many bytes, in few allocations."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from overlapkit.optim.columns import BF16, FP32, INT8, KAHAN, LANES, MASTER, PLAIN, ROUNDED
 
 ALIGNMENT = 64
-"""Bytes: each part of the one allocation begins at a multiple of it."""
+"""Bytes: each part of an allocation begins at a multiple of it."""
 
 NARROWEST = 64
 """Shorter rows keep fp32 moments where others are int8: their scales would weigh too much."""
@@ -86,18 +86,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def nbytes(params: Sequence[Tensor], forms: Sequence[Form]) -> int:
-    """Bytes of the allocation that `make` would make."""
-    return sum(
-        _padded(
-            local(param).numel() * part.dtype.itemsize if part.shape is None else 4 * math.prod(part.shape)
-        )
-        for param, form in zip(params, forms, strict=True)
-        for part in parts(param, form)
-    ) + _padded(4 * len(params))
+    """Bytes of the allocations that `make` would make."""
+    return sum(_rooms(params, forms).values())
 
 
 def make(params: Sequence[Tensor], forms: Sequence[Form], steps_on: str | None) -> list[dict[str, Any]]:
-    """Zeroed states of parameters that are on one device, in one allocation.
+    """Zeroed states of parameters that are on one device, in one allocation for each dtype.
+
+    In one for all, `torch.save` would refuse them: it takes no views of a memory in several dtypes.
 
     Args:
         params: Parameters, DTensors or plain.
@@ -105,24 +101,70 @@ def make(params: Sequence[Tensor], forms: Sequence[Form], steps_on: str | None) 
         steps_on: The device of the steps, if not the parameters'.
     """
     device = local(params[0]).device
-    memory = torch.zeros(nbytes(params, forms), dtype=torch.uint8, device=device)
-    steps = memory[: 4 * len(params)].view(torch.float32)
+    free = {
+        dtype: torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+        for dtype, size in _rooms(params, forms).items()
+    }
+
+    def take(dtype: torch.dtype, numel: int) -> Tensor:
+        found, free[dtype] = (
+            free[dtype][:numel],
+            free[dtype][_padded(numel * dtype.itemsize) // dtype.itemsize :],
+        )
+        return found
+
+    steps = take(torch.float32, len(params))
     if steps_on is not None and steps_on != device.type:
         steps = torch.zeros(len(params), device=steps_on)
-    made, at = [], _padded(4 * len(params))
+    made = []
     for index, (param, form) in enumerate(zip(params, forms, strict=True)):
         state: dict[str, Any] = {"step": steps[index]}
         here = local(param)
         for part in parts(param, form):
-            shape = tuple(here.shape) if part.shape is None else part.shape
-            size = math.prod(shape) * part.dtype.itemsize
-            flat = memory[at : at + size].view(part.dtype)
+            flat = take(part.dtype, _numel(param, part))
             strides = dense_strides(here) if part.shape is None else None
+            shape = tuple(here.shape) if part.shape is None else part.shape
             value = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
             state[part.name] = as_sharded(value, param, part)
-            at += _padded(size)
         made.append(state)
     return made
+
+
+def _rooms(params: Sequence[Tensor], forms: Sequence[Form]) -> dict[torch.dtype, int]:
+    """Bytes of each dtype, the steps' among fp32."""
+    rooms = {torch.float32: _padded(4 * len(params))}
+    for param, form in zip(params, forms, strict=True):
+        for part in parts(param, form):
+            size = _padded(_numel(param, part) * part.dtype.itemsize)
+            rooms[part.dtype] = rooms.get(part.dtype, 0) + size
+    return rooms
+
+
+def _numel(param: Tensor, part: Part) -> int:
+    return local(param).numel() if part.shape is None else math.prod(part.shape)
+
+
+def fits(state: dict[str, Any] | None, param: Tensor, form: Form) -> bool:
+    """Whether a state is what `make` would make now; not so after a conversion."""
+    if not state or not isinstance(state.get("step"), Tensor):
+        return False
+    here = local(param)
+    for part in parts(param, form):
+        value = state.get(part.name)
+        if value is None or (value.dtype, local(value).device) != (part.dtype, here.device):
+            return False
+        if tuple(local(value).shape) != (tuple(here.shape) if part.shape is None else part.shape):
+            return False
+        if part.shape is None and not _lies_like(local(value), here):
+            return False
+    return True
+
+
+def _lies_like(value: Tensor, param: Tensor) -> bool:
+    """Whether each element lies where it would in a copy of the parameter; size 1 has no stride."""
+    wanted = torch.empty_like(param, device="meta").stride()
+    found = zip(value.stride(), wanted, value.shape, strict=True)
+    return not value.numel() or all(stride == want for stride, want, size in found if size != 1)
 
 
 def as_sharded(value: Tensor, param: Tensor, part: Part) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from overlapkit.optim.raw import adamw
+from overlapkit.optim.raw import adamw, clipping
 from overlapkit.optim.table import Table
 
 WARPS = 4
@@ -58,7 +58,7 @@ def squares(table: Table, *, largest: bool = False) -> Tensor:
     sums = torch.empty(len(table.meshes), table.programs, device=table.device)
     kinds = {"KINDS": table.kinds, "N_KINDS": len(table.kinds), "LARGEST": largest}
     n_meshes = len(table.meshes)
-    adamw.squares.launch(
+    clipping.squares.launch(
         table.programs, table.rows, table.live, sums, warps=WARPS, resident=True, N_MESHES=n_meshes, **kinds
     )
     return sums
@@ -70,5 +70,5 @@ def multiply(table: Table, sums: Tensor, *, largest: bool = False) -> Tensor:
     norm = torch.empty((), device=table.device)
     kinds = {"KINDS": table.kinds, "N_KINDS": len(table.kinds), "LARGEST": largest}
     tables = (table.rows, table.live)
-    adamw.multiply.launch(table.programs, *tables, sums, norm, warps=WARPS, resident=True, **kinds)
+    clipping.multiply.launch(table.programs, *tables, sums, norm, warps=WARPS, resident=True, **kinds)
     return norm
