@@ -26,8 +26,7 @@ def train(machine: FakeCuda, directory: Path, stage: Any, in_flight: int = 1) ->
     machine.latency_s = 0.02  # the writer's wait must not stand in for the optimizer's
     net = module_on_device(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
     loose = on_device(torch.zeros(7))
-    # the recorder sees what torch's operations write, not what a kernel does
-    opt = ok.AdamW(net.parameters(), lr=0.1, max_norm=1.0, foreach=True)
+    opt = ok.AdamW(net.parameters(), lr=0.1, max_norm=1.0)
     at_save: dict[int, list[torch.Tensor]] = {}
     with ok.Checkpointer(directory, stage=stage, in_flight=in_flight) as ckpt:
         for step in range(5):
