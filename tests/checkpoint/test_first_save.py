@@ -86,9 +86,10 @@ def test_what_is_read_ahead_may_be_missing(tmp_path, monkeypatch):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, value_state(1), block=True)
         assert checkpointer.restore(value_state(2)) == 1
-        assert asked == [tmp_path / "step-1" / "rank-00000.safetensors"]
-        restorer_module.read_ahead(tmp_path / "nothing")
-        state = value_state(2)
+    assert asked == [tmp_path / "step-1" / "rank-00000.safetensors"]
+    restorer_module.read_ahead(tmp_path / "nothing")
+    state = value_state(2)
+    with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.restore(state, only=("t",)) == 1
-        assert len(asked) == 2  # by this test itself: a part of a state may be little of the file
+    assert len(asked) == 2  # by this test itself: a part of a state may be little of the file
     assert torch.equal(state["t"], torch.ones(9))

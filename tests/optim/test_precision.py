@@ -101,9 +101,9 @@ def master_steps(dtype: torch.dtype, params: list[nn.Parameter], steps: int) -> 
 
 def test_master_is_bitwise_a_bf16_model_with_an_fp32_master(interpreted: None) -> None:
     params, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    masters = master_steps(torch.bfloat16, other, 4)
+    masters = master_steps(torch.bfloat16, other, 20)
     optimizer = ok.AdamW(params, lr=1e-2, max_norm=1.0)
-    for step in range(4):
+    for step in range(20):
         give(params, step, torch.bfloat16)
         optimizer.step()
     for p, q, master in zip(params, other, masters, strict=True):
