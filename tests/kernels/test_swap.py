@@ -226,3 +226,29 @@ def test_a_norm_that_is_an_fsdp_unit_is_refused_with_the_order_to_use() -> None:
     assert changed == NAMES[1:]
     assert "call kernels.swap before fully_shard" in skipped["blocks.0.norm1"]
     assert float(total) == pytest.approx(8.0, rel=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has it since 2.13")
+def test_a_head_with_its_loss(path: str) -> None:
+    torch.manual_seed(0)
+    make: Any = nn.LinearCrossEntropyLoss
+    x, y = torch.randn(5, 8), torch.tensor([0, 4, 10, 3, 3])
+    for target, options in ((y, {"ignore_index": 4}), (torch.rand(5, 11), {})):
+        theirs = make(8, 11, bias=True, label_smoothing=0.1, weight=torch.rand(11), **options)
+        mine = copy.deepcopy(theirs)
+        done = kernels.swap(mine)
+        assert done.changed == [""]
+        losses = [module(x, target) for module in (mine, theirs)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    again = copy.deepcopy(mine)
+    assert torch.equal(again(x, y), mine(x, y))
+    assert kernels.swap(again).skipped == {"": "it runs fused already"}
+    done.undo()
+    assert type(mine) is make
+    assert "out_features" in kernels.swap(make(8, 11, out_features=(2,))).skipped[""]
+    chunked = make(8, 11, options=nn.LinearCrossEntropyOptions())
+    assert "options" in kernels.swap(chunked).skipped[""]

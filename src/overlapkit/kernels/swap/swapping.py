@@ -62,14 +62,14 @@ class Swap:
 def swap(model: nn.Module, *, only: Iterable[str] | None = None) -> Swap:
     """Make the norms, gated feed-forward layers and losses of a model run their fused kernels.
 
-    nn.RMSNorm, nn.LayerNorm and nn.CrossEntropyLoss become this package's subclasses of them. Modules of
-    other libraries and your own (the norms and feed-forward layers of transformers' Llama, Qwen, Mistral,
-    Gemma, Phi and their like) are found by structure, whatever their classes are called: a leaf with a
-    weight and an eps, or two or three linear layers whose sizes fit. Such a module is taken if its own
-    forward gives the same numbers as a kernel's, in training and in evaluation: run over small stand-ins
-    for its weights on the CPU, so sharded modules and those on the meta device are checked, too, and each
-    takes some milliseconds. Not seen is a forward that depends on its dtype, device or sizes, or a dropout
-    whose p is raised from 0 later. In bfloat16 and float16 results differ in the last digit, since
+    torch's RMSNorm, LayerNorm, CrossEntropyLoss and LinearCrossEntropyLoss become subclasses of them.
+    Modules of other libraries and your own (the norms and feed-forward layers of transformers' Llama, Qwen,
+    Mistral, Gemma, Phi and their like) are found by structure, whatever their classes are called: a leaf
+    with a weight and an eps, or two or three linear layers whose sizes fit. Such a module is taken if its
+    own forward gives the same numbers as a kernel's, in training and in evaluation: run over small stand-
+    ins for its weights on the CPU, so sharded modules and those on the meta device are checked, too, and
+    each takes some milliseconds. Not seen is a forward that depends on its dtype, device or sizes, or a
+    dropout whose p is raised from 0 later. In bfloat16 and float16 results differ in the last digit, since
     intermediate results are not rounded, and a loss is float32; of a loss's ways see `cross_entropy`.
 
     Each instance changes its class to a subclass of its own, and nothing else: parameters, hooks, the
@@ -122,18 +122,24 @@ def _patterns(only: Iterable[str], named: Iterable[str]) -> list[str]:
 
 def _fused_class(module: nn.Module) -> type[nn.Module] | str | None:
     """The class that a module gets; a string says why it gets none, None that it does not look like ours."""
-    kind = type(module)
-    if kind in _OF_TORCH.values() or issubclass(kind, Fused):
+    kind, of_torch = type(module), _OF_TORCH
+    if isinstance(module, getattr(nn, "LinearCrossEntropyLoss", ())):  # torch has it since 2.13
+        from overlapkit.kernels.swap import linear_loss
+
+        if reason := linear_loss.why_not(module):
+            return reason
+        of_torch = linear_loss.OF_TORCH
+    if kind in of_torch.values() or issubclass(kind, Fused):
         return "it runs fused already"
     found = candidates(module)
-    if not (found or isinstance(module, tuple(_OF_TORCH))):
+    if not (found or isinstance(module, tuple(of_torch))):
         return _of_another_form(module)
     if any(base.__name__ == "FSDPModule" for base in kind.__mro__):
         return "it is an FSDP2 unit of its own: call kernels.swap before fully_shard"
     if "forward" in vars(module):
         return "its instance has a forward of its own"
-    if kind in _OF_TORCH:
-        return _OF_TORCH[kind]
+    if kind in of_torch:
+        return of_torch[kind]
     if not found:
         return f"{kind.__name__} is a subclass, whose forward may differ"
     how = choose(module, found)
