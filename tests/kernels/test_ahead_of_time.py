@@ -1,8 +1,10 @@
 """Every kernel, as launch.py would launch it, compiled for GPUs that are not here."""
 
 import os
+import pkgutil
 import re
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from overlapkit.kernels import raw
 from overlapkit.kernels.cross_entropy_options import Options
 from overlapkit.kernels.raw import (
     cross_entropy,
@@ -89,16 +92,7 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
 
 
 def names() -> Iterator[str]:
-    modules = (
-        cross_entropy,
-        cross_entropy_inplace,
-        dropout_add,
-        gated,
-        norm_backward,
-        norm_forward,
-        rope,
-        softmax,
-    )
+    modules = [import_module(f"{raw.__name__}.{info.name}") for info in pkgutil.iter_modules(raw.__path__)]
     for module in modules:
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":

@@ -29,16 +29,7 @@ def cross_entropy(
 
 
 @cross_entropy.register_fake
-def _(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     loss = logits.new_empty(logits.shape[0], dtype=wide(logits.dtype))
     return loss, torch.empty_like(loss), torch.empty_like(loss)
 
@@ -65,20 +56,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    dloss: Tensor,
-    dlse: Tensor | None,
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    lse: Tensor,
-    low: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    group: str,
-) -> Tensor:
+def _(dloss: Tensor, dlse: Tensor | None, logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
@@ -123,17 +101,7 @@ def cross_entropy_(
 
 
 @cross_entropy_.register_fake
-def _(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    group: str,
-) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     loss = logits.new_empty(logits.shape[0], dtype=wide(logits.dtype))
     return loss, torch.empty_like(loss)
 

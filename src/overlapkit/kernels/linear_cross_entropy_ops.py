@@ -44,7 +44,7 @@ def linear_cross_entropy(
 
 
 def _fake_gradients(
-    input: Tensor, linear_weight: Tensor, needs: tuple[bool, bool, bool]
+    input: Tensor, linear_weight: Tensor, needs: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     d = wide(linear_weight.dtype)
     need_input, need_weight, need_bias = needs
@@ -56,24 +56,9 @@ def _fake_gradients(
 
 
 @linear_cross_entropy.register_fake
-def _(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    group: str,
-    chunk_bytes: int,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs = (need_input, need_weight, need_bias)
-    return input.new_empty((), dtype=wide(input.dtype)), *_fake_gradients(input, linear_weight, needs)
+def _(input: Tensor, linear_weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradients = _fake_gradients(input, linear_weight, rest[-3:])
+    return input.new_empty((), dtype=wide(input.dtype)), *gradients
 
 
 @torch.library.custom_op("overlapkit::scaled", mutates_args=())
@@ -133,19 +118,7 @@ def linear_cross_entropy_rows(
 
 
 @linear_cross_entropy_rows.register_fake
-def _(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    group: str,
-    chunk_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     loss = input.new_empty(input.shape[0], dtype=wide(input.dtype))
     return loss, torch.empty_like(loss), torch.empty_like(loss)
 
@@ -179,26 +152,9 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    dloss: Tensor,
-    dlse: Tensor | None,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    lse: Tensor,
-    low: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    group: str,
-    chunk_bytes: int,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
+    dloss: Tensor, dlse: Tensor | None, input: Tensor, linear_weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(input, linear_weight, (need_input, need_weight, need_bias))
+    return _fake_gradients(input, linear_weight, rest[-3:])
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

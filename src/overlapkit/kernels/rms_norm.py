@@ -162,16 +162,8 @@ def _rms_norm_backward(
 
 
 @_rms_norm_backward.register_fake
-def _(
-    dy: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
-    dx, dweight = fake_gradients(x, need_dweight)
+def _(dy: Tensor, dsum: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dx, dweight = fake_gradients(x, rest[-1])
     return dx, dweight
 
 

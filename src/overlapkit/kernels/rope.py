@@ -196,15 +196,7 @@ def _rope(
 
 
 @_rope.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
-    inverse: bool,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     contiguous = torch.contiguous_format
     return torch.empty_like(q, memory_format=contiguous), torch.empty_like(k, memory_format=contiguous)
 

@@ -41,17 +41,11 @@ def by_rows(
     """
 
     def decorate(fn: Function) -> Function:
-        names = list(inspect.signature(fn).parameters)
-
-        @functools.wraps(fn)
-        def with_dtensors(*args: Any, **kwargs: Any) -> Any:
-            if not any_subclass(args, kwargs):
-                return fn(*args, **kwargs)
-            named = dict(zip(names, args, strict=False)) | kwargs
+        def on_shards(named: dict[str, Any]) -> Any:
             along = LAST if dim is None else named.get(dim, LAST)
             shards = Shards.of(named, dict.fromkeys(rows, along), whole, broadcast)
             if shards is None:
-                return fn(*args, **kwargs)
+                return None
             local = shards.local(named)
             if seed is not None and named.get("training", True):
                 if named.get(seed) is None:
@@ -61,7 +55,7 @@ def by_rows(
                 local[seed] = shards.seed(named[seed])
             return shards.wrap(fn(**local))
 
-        return cast(Function, with_dtensors)
+        return taking_dtensors(fn, on_shards)
 
     return decorate
 
@@ -82,18 +76,12 @@ def loss_by_rows(
     """
 
     def decorate(fn: Function) -> Function:
-        names = list(inspect.signature(fn).parameters)
-
-        @functools.wraps(fn)
-        def with_dtensors(*args: Any, **kwargs: Any) -> Any:
-            if not any_subclass(args, kwargs):
-                return fn(*args, **kwargs)
-            named = dict(zip(names, args, strict=False)) | kwargs
+        def on_shards(named: dict[str, Any]) -> Any:
             target = named.get("target")
             soft = isinstance(target, Tensor) and target.is_floating_point()  # class probabilities
             shards = Shards.of(named, {logits: classes, "target": classes if soft else None}, whole)
             if shards is None:
-                return fn(*args, **kwargs)
+                return None
             reduction, local = named.get("reduction", "mean"), shards.local(named)
             if reduction not in ("mean", "sum"):
                 return shards.wrap(fn(**local))
@@ -105,12 +93,29 @@ def loss_by_rows(
             loss = shards.partial(loss)
             return (loss, *rest) if rest else loss
 
-        return cast(Function, with_dtensors)
+        return taking_dtensors(fn, on_shards)
 
     return decorate
 
 
-def any_subclass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def taking_dtensors(fn: Function, on_shards: Callable[[dict[str, Any]], Any]) -> Function:
+    """`fn`, but where a tensor may be a DTensor what `on_shards` makes of the arguments by name.
+
+    It gives None where there is nothing for it to do, or `fn`'s own checks say what is wrong.
+    """
+    names = list(inspect.signature(fn).parameters)
+
+    @functools.wraps(fn)
+    def with_dtensors(*args: Any, **kwargs: Any) -> Any:
+        if not _any_subclass(args, kwargs):
+            return fn(*args, **kwargs)
+        out = on_shards(dict(zip(names, args, strict=False)) | kwargs)
+        return fn(*args, **kwargs) if out is None else out
+
+    return cast(Function, with_dtensors)
+
+
+def _any_subclass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there is more to look at. All that most calls pay: torch's DTensor is not imported for them."""
     if not _DISTRIBUTED:
         return False

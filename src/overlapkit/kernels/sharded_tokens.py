@@ -1,13 +1,11 @@
 """DTensors of heads: q and k sharded over batch, tokens or heads, and what belongs to their tokens."""
 
-import functools
-import inspect
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from overlapkit.kernels.sharded import Function, any_subclass
+from overlapkit.kernels.sharded import Function, taking_dtensors
 from overlapkit.kernels.shards import check_rows, from_local, part
 
 if TYPE_CHECKING:
@@ -20,25 +18,20 @@ def by_tokens(fn: Function) -> Function:
     q and k lie alike, in whole heads. Positions and angles of tokens may be plain tensors, the same on all
     ranks, or lie anyhow; a table of angles is whole. Without positions, a token's is its place in all of q.
     """
-    names = list(inspect.signature(fn).parameters)
 
-    @functools.wraps(fn)
-    def with_dtensors(*args: Any, **kwargs: Any) -> Any:
-        if not any_subclass(args, kwargs):
-            return fn(*args, **kwargs)
-        named = dict(zip(names, args, strict=False)) | kwargs
+    def on_shards(named: dict[str, Any]) -> Any:
         heads: list[Any] = [named.get("q"), named.get("k")]
         if not all(isinstance(x, Tensor) and x.dim() == heads[0].dim() in (3, 4) for x in heads):
-            return fn(*args, **kwargs)  # its own checks say what is wrong
+            return None
         if not _given(named):
-            return fn(*args, **kwargs)
+            return None
         out = fn(**named | _local(named))
         return tuple(
             from_local(part, heads[0].device_mesh, heads[0].placements, whole.shape)
             for part, whole in zip(out, heads, strict=True)
         )
 
-    return cast(Function, with_dtensors)
+    return taking_dtensors(fn, on_shards)
 
 
 def _given(named: dict[str, Any]) -> bool:
