@@ -471,3 +471,19 @@ def test_an_interrupt_while_the_thread_is_started_leaves_a_lane_that_works(
         with pytest.raises(KeyboardInterrupt):
             lane.submit(lambda: 1)
     lane.close()  # there is no thread to join
+
+
+def test_who_has_waited_finds_nothing_of_the_work_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    at_the_end: list[Held | None] = []
+    settle = Ticket._settle
+    monkeypatch.setattr(Ticket, "_settle", lambda *args: (at_the_end.append(gone()), settle(*args)))
+    with Lane("test", kind="thread") as lane:
+        ticket = lane.submit(lambda held=held: None)  # type: ignore[misc]
+        del held
+        ticket.wait()
+    assert at_the_end == [None]

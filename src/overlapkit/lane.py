@@ -153,6 +153,7 @@ class _Job(Generic[T]):
             self.ticket._settle(None, error)
             del self  # the traceback refers to this frame: without this, work and error keep each other alive
         else:
+            del self.fn  # who has waited for the ticket finds nothing of the work held
             self.ticket._settle(value, None)
 
 
