@@ -29,6 +29,9 @@ class Span(NamedTuple):
             consumer's stream was); False for work that ran beside the step.
         device: True where a device's stream was timed, False where the host was. A host that waits
             while its device still has work queued holds nothing up.
+        ready: Of a collective, when this rank had all that it gives to it (same clock as `start`, which may
+            be later: when the collective began to run); None where it is not known or means nothing.
+        parameters: Of a collective, the names of the parameters that it gathers or reduces.
     """
 
     lane: str
@@ -38,6 +41,8 @@ class Span(NamedTuple):
     bytes: int | None = None
     exposed: bool = False
     device: bool = False
+    ready: int | None = None
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
