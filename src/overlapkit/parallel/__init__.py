@@ -1,7 +1,9 @@
 """Lane 4: communication that hides behind compute."""
 
+from overlapkit.parallel.compiling import compile_blocks
 from overlapkit.parallel.ddp import replicate
 from overlapkit.parallel.description import Description, UnitRow
 from overlapkit.parallel.fsdp import describe, shard
+from overlapkit.parallel.recomputing import recompute
 
-__all__ = ["Description", "UnitRow", "describe", "replicate", "shard"]
+__all__ = ["Description", "UnitRow", "compile_blocks", "describe", "recompute", "replicate", "shard"]
