@@ -5,5 +5,15 @@ from overlapkit.parallel.ddp import replicate
 from overlapkit.parallel.description import Description, UnitRow
 from overlapkit.parallel.fsdp import describe, shard
 from overlapkit.parallel.recomputing import recompute
+from overlapkit.parallel.shard_plan import ShardPlan
 
-__all__ = ["Description", "UnitRow", "compile_blocks", "describe", "recompute", "replicate", "shard"]
+__all__ = [
+    "Description",
+    "ShardPlan",
+    "UnitRow",
+    "compile_blocks",
+    "describe",
+    "recompute",
+    "replicate",
+    "shard",
+]
