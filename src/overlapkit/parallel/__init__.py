@@ -4,11 +4,15 @@ from overlapkit.parallel.compiling import compile_blocks
 from overlapkit.parallel.ddp import replicate
 from overlapkit.parallel.description import Description, UnitRow
 from overlapkit.parallel.fsdp import describe, shard
+from overlapkit.parallel.recomputing import recompute
+from overlapkit.parallel.shard_plan import ShardPlan
 
     "Description",
     "ShardPlan",
     "UnitRow",
+    "compile_blocks",
     "describe",
+    "recompute",
     "replicate",
     "shard",
 ]
