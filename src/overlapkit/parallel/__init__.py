@@ -7,6 +7,7 @@ from overlapkit.parallel.fsdp import describe, shard
 from overlapkit.parallel.recomputing import recompute
 from overlapkit.parallel.shard_plan import ShardPlan
 
+__all__ = [
     "Description",
     "ShardPlan",
     "UnitRow",
@@ -16,7 +17,3 @@ from overlapkit.parallel.shard_plan import ShardPlan
     "replicate",
     "shard",
 ]
-__all__ = [
-__all__ = ["Description", "UnitRow", "compile_blocks", "describe", "recompute", "replicate", "shard"]
-from overlapkit.parallel.recomputing import recompute
-from overlapkit.parallel.shard_plan import ShardPlan
