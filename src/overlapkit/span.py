@@ -32,6 +32,7 @@ class Span(NamedTuple):
         ready: Of a collective, when this rank had all that it gives to it (same clock as `start`, which may
             be later: when the collective began to run); None where it is not known or means nothing.
         parameters: Of a collective, the names of the parameters that it gathers or reduces.
+        group: Of a collective, the name of its process group where not all ranks of the job take part.
     """
 
     lane: str
@@ -43,6 +44,7 @@ class Span(NamedTuple):
     device: bool = False
     ready: int | None = None
     parameters: tuple[str, ...] = ()
+    group: str = ""
 
 
 @dataclass(slots=True)
