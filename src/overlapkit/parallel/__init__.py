@@ -4,6 +4,7 @@ from overlapkit.parallel.compiling import compile_blocks
 from overlapkit.parallel.ddp import replicate
 from overlapkit.parallel.description import Description, UnitRow
 from overlapkit.parallel.fsdp import describe, shard
+from overlapkit.parallel.materialize import materialize, meta_parameters
 from overlapkit.parallel.recomputing import recompute
 from overlapkit.parallel.shard_plan import ShardPlan
 
@@ -13,6 +14,8 @@ __all__ = [
     "UnitRow",
     "compile_blocks",
     "describe",
+    "materialize",
+    "meta_parameters",
     "recompute",
     "replicate",
     "shard",

@@ -122,7 +122,8 @@ def shard(
     must_agree(
         sharding.mesh,
         hashlib.sha256(repr(description).encode()).hexdigest(),
-        "shard has other units or other options there; every rank builds the same model, and gives the same",
+        "what shard is to do",
+        "give it the same model, options and plan on every rank",
     )
     _apply(sharding)
     if sharding.freed_after_inference:

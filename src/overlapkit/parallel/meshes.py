@@ -71,13 +71,14 @@ def count_ranks(ranks: Any, mesh: "DeviceMesh | None") -> tuple[int, int]:
     return pair
 
 
-def must_agree(mesh: "DeviceMesh", value: str, problem: str) -> None:
+def must_agree(mesh: "DeviceMesh", value: str, what: str, remedy: str) -> None:
     """Refuse to go on, on every rank of the mesh, where a value is not the same on all of them.
 
     Args:
         mesh: All its ranks call this.
         value: Short.
-        problem: What it means that they differ, and what to do.
+        what: It is a digest of.
+        remedy: What to do where it differs.
 
     Raises:
         ValueError: It is not the same; names the ranks whose value is not that of the mesh's first one.
@@ -92,7 +93,9 @@ def must_agree(mesh: "DeviceMesh", value: str, problem: str) -> None:
     ranks = mesh.mesh.flatten().tolist()
     odd = [rank for rank, each in zip(ranks, found, strict=True) if each != found[0]]
     if odd:
-        raise ValueError(f"rank(s) {', '.join(map(str, odd))} differ from rank {ranks[0]}: {problem}")
+        raise ValueError(
+            f"rank(s) {', '.join(map(str, odd))} differ from rank {ranks[0]} in {what}: {remedy}"
+        )
 
 
 def _check_split(model: nn.Module, mesh: "DeviceMesh | None") -> None:
