@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,29 @@ Tell = Callable[[int, Mapping[str, float]], object]
 _HELD = 4096  # calls of log() on their way; a device that is so far behind is waited for
 
 
+class _Coming(NamedTuple):
+    """Values that a device was asked for.
+
+    Attributes:
+        names: Of them, in order.
+        device: Where they are copied from; it must live until the copy is done.
+        host: Where they will be.
+        copied: Of the copy.
+    """
+
+    names: list[str]
+    device: Tensor
+    host: Tensor
+    copied: Ticket[object]
+
+
 class _Entry:
-    """One call of log(): its values, those from a device as far as they have arrived.
+    """One call of log().
 
     Attributes:
         step: Number of the step.
         values: By name; NaN stands for what is still on its way.
-        coming: For each device the names of its values and the copy to the host.
+        coming: That, one for each device.
     """
 
     __slots__ = ("coming", "step", "values")
@@ -32,14 +48,16 @@ class _Entry:
     def __init__(self, step: int) -> None:
         self.step = step
         self.values: dict[str, float] = {}
-        self.coming: list[tuple[list[str], Ticket[tuple[Tensor, Tensor]]]] = []
+        self.coming: list[_Coming] = []
 
     def here(self) -> bool:
-        return all(ticket.done() for _, ticket in self.coming)
+        return all(one.copied.done() for one in self.coming)
 
     def read(self) -> dict[str, float]:
-        for names, ticket in self.coming:
-            self.values.update(zip(names, ticket.wait()[1].tolist(), strict=True))
+        for one in self.coming:
+            if not one.copied.done() or one.copied.error is not None:
+                one.copied.wait()
+            self.values.update(zip(one.names, one.host.tolist(), strict=True))
         return self.values
 
 
@@ -82,7 +100,7 @@ class Logged:
                 value = float("nan")
             entry.values[name] = value  # in the order of the call
         for device, tensors in on_device.items():
-            entry.coming.append((list(tensors), self._fetch(device, list(tensors.values()))))
+            entry.coming.append(self._fetch(device, tensors))
         self._entries.append(entry)
         if len(self._entries) > _HELD:
             self._deliver(keep=_HELD)
@@ -117,20 +135,14 @@ class Logged:
         finally:
             self._lock.release()
 
-    def _fetch(self, device: torch.device, tensors: list[Tensor]) -> Ticket[tuple[Tensor, Tensor]]:
+    def _fetch(self, device: torch.device, values: Mapping[str, Tensor]) -> _Coming:
         """Copy beside the step: behind a checkpoint's copies the same one would hold up the step's stream."""
         lane = self._lanes.get(device)
         if lane is None:
             lane = self._lanes[device] = Lane("log", device)
-        now = torch.stack([tensor.detach().reshape(()).to(torch.float64) for tensor in tensors])
-        return lane.submit(partial(_to_host, now))
-
-
-def _to_host(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Both are returned, so that both live until the copy is done."""
-    host = torch.empty(len(values), dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    return values, host
+        now = torch.stack([value.detach().reshape(()).to(torch.float64) for value in values.values()])
+        host = torch.empty(len(values), dtype=now.dtype, pin_memory=True)
+        return _Coming(list(values), now, host, lane.submit(partial(host.copy_, now, non_blocking=True)))
 
 
 def _plain(name: str, value: Any) -> float | Tensor:
