@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,14 +93,16 @@ class StepTracer:
         return _fold(report, *self._read, self._note)
 
     def close(self) -> None:
-        """Finish reading.
-
-        Raises:
-            TimeoutError: It takes longer than a minute.
-        """
+        """Finish reading; what takes longer than a minute is given up."""
         self.end(whole=False)
-        self._lane.close(_PATIENCE_S)
+        if self._reading is not None:
+            with suppress(Exception):  # _collect says what it was
+                self._reading.wait(_PATIENCE_S)
         self._collect()
+        if self._reading is None:
+            self._lane.close()
+        else:
+            self._note = f"the trace of step {self._step} was still being read at close()"
 
     def _collect(self) -> None:
         """Take what has been read since."""
