@@ -18,6 +18,8 @@ import torch.autograd.profiler
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from overlapkit.lane import Lane, Ticket
+from overlapkit.measure.phases import Phases
+from overlapkit.measure.sources import Coverage
 
 if TYPE_CHECKING:
     from overlapkit.measure.report import StepReport
@@ -38,12 +40,23 @@ class StepTracer:
         every: Steps; the last of each so many is traced.
         folder: Where traces are kept, as rank-R-step-N.json.gz; None keeps none.
         rank: Of this process.
+        phases: Of the meter, whose step is then not measured.
+        coverage: Knows the device.
     """
 
-    def __init__(self, every: int, folder: str | os.PathLike[str] | None, rank: int) -> None:
+    def __init__(
+        self,
+        every: int,
+        folder: str | os.PathLike[str] | None,
+        rank: int,
+        phases: Phases,
+        coverage: Coverage,
+    ) -> None:
         self._every = every
         self._folder = None if folder is None else Path(folder)
         self._rank = rank
+        self._phases = phases
+        self._coverage = coverage
         self._lane = Lane("trace", kind="thread")
         self._profiler: Any = None  # while a step is traced
         self._mark: Any = None
@@ -52,22 +65,22 @@ class StepTracer:
         self._read: tuple[int, StepReport] | None = None
         self._note: str | None = None
 
-    def begin(self, step: int, device: torch.device) -> bool:
-        """A step begins. Whether it is traced, and so is not to be measured."""
+    def enter(self, step: int) -> None:
+        """A step begins, and is traced where it is its turn."""
         if (step + 1) % self._every:
-            return False
+            return
         self._collect()
         if (reason := self._busy()) is not None:
             self._note = f"step {step} was not traced: {reason}"
-            return False
+            return
         self._step = step
         try:
-            self._profiler, self._mark = _start(step, device)
+            self._profiler, self._mark = _start(step, self._coverage.device)
+            self._phases.timeline = None
         except Exception as error:  # CUPTI in use by a tool outside of torch: no reason to stop training
             self._note = f"step {step} was not traced: {error}"
-        return self._profiler is not None
 
-    def end(self, whole: bool) -> None:
+    def leave(self, step: int, *, whole: bool) -> None:
         """The step is over; where it raised, its trace is thrown away."""
         profiler, mark = self._profiler, self._mark
         if profiler is None:
@@ -77,12 +90,12 @@ class StepTracer:
             mark.__exit__(None, None, None)
             profiler.stop()
         except Exception as error:
-            self._note = f"the trace of step {self._step} failed: {error}"
+            self._note = f"the trace of step {step} failed: {error}"
             return
         if whole:
             self._note = None
             self._reading = self._lane.submit(
-                partial(_analyse, profiler, self._folder, f"rank-{self._rank}-step-{self._step}")
+                partial(_analyse, profiler, self._folder, f"rank-{self._rank}-step-{step}")
             )
 
     def fold(self, report: "StepReport") -> "StepReport":
@@ -94,7 +107,7 @@ class StepTracer:
 
     def close(self) -> None:
         """Finish reading; what takes longer than a minute is given up."""
-        self.end(whole=False)
+        self.leave(self._step, whole=False)
         if self._reading is not None:
             with suppress(Exception):  # _collect says what it was
                 self._reading.wait(_PATIENCE_S)
