@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from overlapkit.device import rank_and_world
+from overlapkit.measure.across.companion import Across
 from overlapkit.measure.arguments import (
     check_count,
     check_live,
@@ -116,8 +117,9 @@ class StepMeter:
         self._index = 0  # of the step that is on, or of the next one
         self._recorded = 0
         self._closed = False
-        self._companions: list[Companion] = []  # first in, first told
         self._phases = Phases(model, optimizer, self._look)
+        self._across = Across(self._ledger, every)
+        self._companions: list[Companion] = [self._across]  # first in, first told
         self._tracer: StepTracer | None = None
         if trace_every is not None:
             self._tracer = StepTracer(
@@ -212,15 +214,21 @@ class StepMeter:
     def report(self, window: int = _WINDOW) -> StepReport:
         """The seven answers over the last `window` records.
 
-        The very first step is left out where there are others: it pays for what happens once.
+        The very first step is left out where there are others: it pays for what happens once. Ranks are
+        compared each 20 steps, beside the training; a window that is complete here is waited for, 1 s at
+        most, so any rank may call this alone.
 
         Raises:
             TypeError: `window` is not an int.
             ValueError: `window` is below 1.
         """
         check_count("window", window)
+        return self._report(window, patience=1.0)
+
+    def _report(self, window: int, patience: float) -> StepReport:
         self._recorded += self._ledger.settle()
-        report = make_report(self._ledger, window, self._peaks.top if self._peaks else None, self._rank)
+        peak = self._peaks.top if self._peaks else None
+        report = make_report(self._ledger, window, peak, self._rank, self._across.ranks(patience))
         return report if self._tracer is None else self._tracer.fold(report)
 
     def close(self) -> None:
@@ -229,9 +237,9 @@ class StepMeter:
             return
         self._closed = True
         self._phases.remove()
+        self._recorded += self._ledger.settle()
         for companion in self._companions:
             companion.close()
-        self._recorded += self._ledger.settle()
         self._ledger.coverage.close()
         self._live.close()
 
@@ -299,7 +307,7 @@ class StepMeter:
         due = self._recorded // _WINDOW
         self._recorded += self._ledger.settle()
         if self._live.wants_reports and self._recorded // _WINDOW > due:
-            self._live.report(self.report())
+            self._live.report(self._report(_WINDOW, patience=0.0))
         self._live.step(self._index, self._ledger.records)
 
 
