@@ -1,6 +1,5 @@
 """materialize: values on the meta device become those of one process; nothing stays without a value."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +7,10 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import overlapkit as ok
 from overlapkit.parallel import materialize, meta_parameters
-from tests.parallel.models import Block, Gpt, WIDTH, batch, half, loss_of, train, worst_error
+from tests.parallel.models import WIDTH, Block, Gpt, even_gpt, half, split, train, trained_alone, worst_error
 from tests.ranks import run_ranks
 
 
@@ -101,22 +99,177 @@ def test_in_one_process_values_are_those_of_the_constructor():
     after = torch.rand(1)
     assert differences(model, built(Parts)) == []
     assert torch.equal(after, torch.rand(1)), "the generator is where the constructor leaves it"
-    assert not any(parameter.requires_grad for parameter in ()) and model.embed.weight.requires_grad
 
 
-def test_sharded_values_are_those_of_one_process():
+def test_sharded_values_are_those_of_one_process_and_train():
     def job(rank: int) -> list[Any]:
-        found = []
-        for options in ({}, {"units": []}, {"mp_policy": "bf16"}):
+        found: list[Any] = []
+        for options in ({}, {"units": []}, {"units": [["embed", "head"], "mixed"]}):
             model = ok.shard(on_meta(Parts), **options)
             torch.manual_seed(3)
             materialize(model)
             found.append(differences(model, built(Parts)))
-        truth = copy.deepcopy(built(Parts)).double()
-        train(truth)
-        model = ok.shard(on_meta(Parts))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "share"))
+        model = ok.shard(on_meta(lambda: Gpt(tied=True)), mesh)
         torch.manual_seed(3)
         materialize(model)
-        return found
+        found.append(differences(model, built(lambda: Gpt(tied=True))))
+        train(model, half(rank, 4))
+        return [found, max(worst_error(model, trained_alone(built(lambda: Gpt(tied=True)))))]
 
-    assert run_ranks(3, job) == [[[], [], []]] * 3
+    for found, error in run_ranks(4, job):
+        assert found == [[], [], [], []]
+        assert error < 2e-6
+
+
+def test_tensor_parallel_values_are_those_of_one_process():
+    def job(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = on_meta(even_gpt)
+        split(model, mesh["tp"])
+        ok.shard(model, mesh["dp"])
+        truth = even_gpt()
+        for each in (model, truth):
+            torch.manual_seed(3)
+            if each is model:
+                materialize(model)
+            else:
+                truth.apply(
+                    lambda part: part.reset_parameters() if hasattr(part, "reset_parameters") else None
+                )
+        return differences(model, truth)
+
+    assert run_ranks(4, job) == [[]] * 4
+
+
+class Root(Gpt):
+    """Initialised from the top, as torchtitan's models are."""
+
+    def init_weights(self) -> None:
+        nn.init.trunc_normal_(self.embed.weight, std=0.1)
+        for place, block in enumerate(self.blocks):
+            block.norm.reset_parameters()
+            for layer in (block.up, block.down):
+                nn.init.normal_(layer.weight, std=0.1 / (place + 1))
+                nn.init.zeros_(layer.bias)
+        nn.init.eye_(self.head.weight)
+        self.norm.reset_parameters()
+
+
+def test_an_init_from_the_top():
+    def job(rank: int) -> list[str]:
+        model, truth = ok.shard(on_meta(Root)), built(Root)
+        torch.manual_seed(4)
+        materialize(model, lambda model: model.init_weights())
+        torch.manual_seed(4)
+        with torch.no_grad():
+            truth.init_weights()
+        return differences(model, truth)
+
+    assert run_ranks(2, job) == [[]] * 2
+
+
+def test_ranks_that_are_seeded_differently_are_told():
+    def job(rank: int) -> str:
+        model = ok.shard(on_meta(Gpt))
+        torch.manual_seed(rank // 2)
+        with pytest.raises(ValueError, match="differ") as error:
+            materialize(model)
+        return str(error.value)
+
+    for text in run_ranks(4, job):
+        assert text.startswith(
+            "rank(s) 2, 3 differ from rank 0 in the state of random generators: call torch"
+        )
+
+
+def test_buffers_that_only_the_constructor_knows():
+    with pytest.raises(
+        ValueError, match=r"(?s)meta_parameters\(\).*angles.angles \(Angles\): was not written"
+    ):
+        materialize(on_meta(lambda: Parts(Angles)))
+
+    def job(rank: int) -> list[Any]:
+        with meta_parameters():
+            model = Parts(Angles)
+        state = model.embed.weight.is_meta, model.statistics.running_mean.is_meta, model.angles.angles.is_meta
+        ok.shard(model)
+        torch.manual_seed(3)
+        materialize(model)
+        return [state, differences(model, built(lambda: Parts(Angles)))]
+
+    assert run_ranks(2, job) == [[(True, False, False), []]] * 2
+    assert not nn.Linear(2, 2).weight.is_meta, "outside of it everything is as ever"
+
+
+def test_without_a_mesh_what_has_values_goes_along():
+    with meta_parameters():
+        model = Parts(Angles)
+    model.embed.register_buffer("real", torch.ones(2))
+    materialize(model, device="cpu")
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert model.embed.real.tolist() == [1, 1]
+
+
+def _half(model: nn.Module) -> None:
+    model.weight[:1].fill_(1.0)
+    model.bias.zero_()
+
+
+def _replace(model: nn.Module) -> None:
+    model.weight = nn.Parameter(torch.ones(3, 2))
+    model.bias.zero_()
+
+
+def _away(model: nn.Module) -> None:
+    model.weight.zero_()
+    model.bias = nn.Parameter(torch.ones(3, device="meta"))
+
+
+class Flag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flag", torch.zeros(2, dtype=torch.bool))
+
+
+UNSET = [
+    (lambda: nn.Linear(2, 3), lambda model: None, r"weight \(Linear\): was not written.*\n.*bias"),
+    (lambda: nn.Linear(2, 3), _half, r"weight \(Linear\): was not written, or not all of it"),
+    (lambda: nn.Linear(2, 3), _away, r"bias \(Linear\): is on the meta device again"),
+    (Flag, None, r"flag \(Flag\): was not written"),
+]
+
+
+@pytest.mark.parametrize(("make", "init", "message"), UNSET)
+def test_nothing_stays_without_a_value(make: Any, init: Any, message: str):
+    with pytest.raises(ValueError, match=f"(?s)no value after init.*{message}"):
+        materialize(on_meta(make), init)
+
+
+def test_nothing_sharded_stays_without_a_value_or_is_replaced():
+    def job(rank: int) -> None:
+        for init, message in ((_half, "not all of it"), (_replace, "was replaced by a whole tensor")):
+            model = ok.shard(on_meta(lambda: nn.Linear(2, 3)))
+            with pytest.raises(ValueError, match=rf"weight \(FSDPLinear\): .*{message}"):
+                materialize(model, init)
+
+    run_ranks(2, job)
+
+
+BAD = [
+    ("gpt", {}, TypeError, "model=str"),
+    (Gpt(1), {}, ValueError, "nothing of the model is on the meta device"),
+    (on_meta(Gpt), {"init": "normal"}, TypeError, "init='normal': give a function"),
+    (on_meta(Gpt), {"device": "cuda:99"}, ValueError, "device='cuda:99'"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "kind", "message"), BAD)
+def test_bad_input(model: Any, options: Any, kind: Any, message: str):
+    with pytest.raises(kind, match=message):
+        materialize(model, **options)
+
+
+def test_replicate_asks_for_values_first():
+    with pytest.raises(ValueError, match=r"embed.weight is on the meta device.* parallel.materialize"):
+        ok.replicate(on_meta(Gpt))

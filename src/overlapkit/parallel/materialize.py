@@ -29,8 +29,8 @@ def materialize(
 ) -> M:
     """Give what is on the meta device memory and values, in place; on each rank only its own shards.
 
-    Values are those that one process would get on the same kind of device from the same seed: random numbers
-    are drawn for a whole tensor, one at a time, of which each rank keeps its part. So all ranks must be seeded
+    Values are those that one process would get on the same kind of device from the same seed: `init` works
+    on whole tensors, one or two at a time, of which each rank keeps its part. So all ranks must be seeded
     alike, which is checked. Nothing is left without a value: memory is filled with NaN first, and what `init`
     has not written is an error. What is not on the meta device keeps its value; without a mesh it is moved to
     the same device.
@@ -39,7 +39,8 @@ def materialize(
         model: A module, before or after `shard`, whole or in part on the meta device.
         init: Called with the model when it has memory, without gradients; as in
             `lambda model: model.init_weights()`. None: the `reset_parameters()` (or `_reset_parameters()`)
-            of each module that had something on the meta device, children first, as constructors do it.
+            of each module that had something on the meta device, children first, as constructors do it. A
+            tied parameter gets its value from the first module that has it.
         loads: A checkpoint will fill what the model's state_dict has. Only what is not in it, non-persistent
             buffers, must get a value here, and without `init` only modules that have such are reset. The rest
             stays NaN until then, and integers at their lowest.
@@ -87,9 +88,9 @@ def materialize(
 def meta_parameters() -> Iterator[None]:
     """Build a model with parameters on the meta device and buffers, with their values, on a real one.
 
-    For models whose buffers no method sets again. Tensors that are made without values of their own
-    (`torch.empty`, `rand`, `randn`), as torch's modules make parameters, go to the meta device; what is computed
-    (`arange`, `zeros`, `tensor` ...) stays. So does a parameter made from it, which keeps its value.
+    For models whose buffers no method sets again. Tensors that are made without values of their own, as
+    torch's modules make parameters (`torch.empty`, `rand`, `randn`), go to the meta device; what is computed
+    (`arange`, `zeros`, `tensor` ...) stays. So does a parameter made from that, which keeps its value.
     """
     with _MetaParameters():
         yield
@@ -120,7 +121,7 @@ class _Unset:
                 local.fill_(float("nan"))
             elif not (local.is_floating_point() or local.is_complex() or local.dtype == torch.bool):
                 local.fill_(torch.iinfo(local.dtype).min)
-        return cls(name, tensor, local._version)
+        return cls(name, tensor, tensor._version)
 
     def problem(self, now: torch.Tensor) -> str:
         """What is wrong with the tensor that bears its name now; empty where it has a value."""
@@ -129,11 +130,9 @@ class _Unset:
         if now.is_meta:
             return "is on the meta device again"
         local = local_part(now)
-        if now is self.tensor and local._version == self.version and local.dtype not in _POISONED:
-            return "was not written"
-        if local.dtype in _POISONED and bool(local.isnan().any()):
-            return "was not written, or not all of it (it has NaN)"
-        return ""
+        if local.dtype in _POISONED:
+            return "was not written, or not all of it (it has NaN)" if bool(local.isnan().any()) else ""
+        return "was not written" if now is self.tensor and now._version == self.version else ""
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -157,7 +156,7 @@ def _check_generators(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module) -> set[nn.Module]:
-    """The modules to reset: those with something on the meta device, and those that hold only such modules."""
+    """The modules to reset: with something of their own on the meta device, or only such modules in them."""
     owners = set()
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -168,10 +167,18 @@ def _owners(model: nn.Module) -> set[nn.Module]:
 
 
 def _reset(model: nn.Module, owners: set[nn.Module]) -> None:
+    done: set[int] = set()
+
     def reset(module: nn.Module) -> None:
         method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if module in owners and method is not None:
-            method()
+        if module not in owners or method is None:
+            return
+        own = list(module.parameters(recurse=False))
+        tied = [(parameter, parameter.clone()) for parameter in own if id(parameter) in done]
+        method()
+        for parameter, value in tied:
+            parameter.copy_(value)
+        done.update(map(id, own))
 
     model.apply(reset)
 

@@ -1,4 +1,4 @@
-"""Code that initialises tensors sees sharded ones whole: values, views and random numbers are as in one process."""
+"""Code that initialises tensors sees sharded ones whole: its values are those of one process."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,14 +10,15 @@ from torch.utils._pytree import tree_map
 from overlapkit.parallel.tensor_parallel import is_split, local_part
 
 _OPEN = 2
-"""How many whole tensors are kept at least: `normal_` and the zeroed row that follows work on the same one."""
+"""How many whole tensors are kept at least: `normal_` and the zeroed row that follows have the same one."""
 
 
 class WholeValues(TorchDispatchMode):
-    """Within it, an operator on a DTensor works on a whole tensor in its place, which then leaves this rank's part.
+    """Within it, an operator on a DTensor works on a whole tensor in its place, of which a part is put back.
 
-    torch's own way draws random numbers for each shard apart (other values at each number of ranks, and on the
-    CPU the same in all shards), and a write into a part of a DTensor, as into an embedding's padding row, is lost.
+    torch's own way draws random numbers for each shard apart (other values at each number of ranks, and on
+    the CPU the same in all shards), and a write into a part of a DTensor, such as an embedding's padding row,
+    is lost.
 
     Every rank must do the same, with generators in the same state. Memory: a few whole tensors at a time.
 
@@ -26,7 +27,7 @@ class WholeValues(TorchDispatchMode):
     """
 
     def __init__(self, fresh: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fresh = {id(tensor): tensor for tensor in fresh}
         self._open: dict[int, _Whole] = {}
 
@@ -36,7 +37,7 @@ class WholeValues(TorchDispatchMode):
         return tree_map(self._split, func(*args, **kwargs))
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for whole in self._open.values():
             whole.close()
         self._open.clear()
@@ -73,7 +74,6 @@ class _Whole:
                 self.tensor.fill_(float("nan"))
         else:
             self.tensor = split.full_tensor().clone()
-        self._version = self.tensor._version
         self._users = self._count()
 
     def alone(self) -> bool:
@@ -81,9 +81,8 @@ class _Whole:
         return self._users is not None and self._count() == self._users
 
     def close(self) -> None:
-        """Put this rank's part into the DTensor, where anything was written."""
-        if self.tensor._version != self._version:
-            local_part(self.split).copy_(part_of(self.tensor, self.split))
+        """Put this rank's part into the DTensor."""
+        local_part(self.split).copy_(part_of(self.tensor, self.split))
 
     def _count(self) -> int | None:
         count = getattr(torch._C, "_storage_Use_Count", None)
@@ -93,8 +92,8 @@ class _Whole:
 def part_of(whole: torch.Tensor, split: Any) -> torch.Tensor:
     """The part of a whole tensor that this rank holds in a DTensor of the same shape, as a view.
 
-    FSDP2 shards what tensor parallelism has left of a tensor: where both take the same dimension its placement
-    is strided, and comes last.
+    FSDP2 shards what tensor parallelism has left of a tensor: where both take the same dimension, its
+    placement is strided, and comes last.
 
     Raises:
         ValueError: The DTensor holds partial sums.
