@@ -3,5 +3,13 @@
 from overlapkit.parallel.ddp import replicate
 from overlapkit.parallel.description import Description, UnitRow
 from overlapkit.parallel.fsdp import describe, shard
+from overlapkit.parallel.shard_plan import ShardPlan
 
-__all__ = ["Description", "UnitRow", "describe", "replicate", "shard"]
+__all__ = [
+    "Description",
+    "ShardPlan",
+    "UnitRow",
+    "describe",
+    "replicate",
+    "shard",
+]

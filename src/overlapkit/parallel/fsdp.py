@@ -9,6 +9,7 @@ import torch.nn as nn
 
 from overlapkit.parallel.description import Description
 from overlapkit.parallel.preconditions import check_unbuilt
+from overlapkit.parallel.shard_plan import ShardPlan
 from overlapkit.parallel.sharding import Sharding
 from overlapkit.parallel.units import Unit, prefetch_order
 
@@ -26,7 +27,7 @@ def shard(
     mesh: "DeviceMesh | None" = None,
     *,
     units: str | Sequence[Any] = "auto",
-    plan: None = None,
+    plan: ShardPlan | None = None,
     mp_policy: "MixedPrecisionPolicy | str | None" = None,
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
@@ -58,7 +59,7 @@ def shard(
         units: "auto": each repeated block; the largest embedding, where the model has an untied output
             projection; [norm, projection] together; and everything else, tied weights included, in the
             root unit. Or a list of modules, names, or lists of those (one unit each), in forward order.
-        plan: Not there yet.
+        plan: A ShardPlan: what it decides need not, and must not, be given here, too.
         mp_policy: "bf16" (bf16 parameters, fp32 reduction), a MixedPrecisionPolicy, or None.
         forward_prefetch: How many following units' all-gathers a unit starts, in the order of `units`;
             0 leaves it to FSDP2.
@@ -80,11 +81,12 @@ def shard(
         NotImplementedError: An option that is not there yet is set, or the model is on the meta device
             or tensor-parallel.
     """
-    check_unbuilt(plan=plan, recompute=recompute, compile_blocks=compile_blocks, offload=offload)
+    check_unbuilt(recompute=recompute, compile_blocks=compile_blocks, offload=offload)
     sharding = Sharding.of(
         "shard",
         model,
         mesh,
+        plan=plan,
         units=units,
         mp_policy=mp_policy,
         forward_prefetch=forward_prefetch,
@@ -103,8 +105,8 @@ def shard(
         raise ValueError("model has an attribute 'timings' already: rename it, shard puts its own there")
     description = sharding.description()
     _apply(sharding)
-    if reshard == "auto":
-        _free_after_inference(model, sharding.units)
+    if sharding.freed_after_inference:
+        _free_after_inference(model, sharding.freed_after_inference)
     _done[model] = description
     return model
 
@@ -114,6 +116,7 @@ def describe(
     mesh: "DeviceMesh | None" = None,
     *,
     units: str | Sequence[Any] = "auto",
+    plan: ShardPlan | None = None,
     mp_policy: "MixedPrecisionPolicy | str | None" = None,
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
@@ -128,6 +131,7 @@ def describe(
         model: The model, before or after `shard`.
         mesh: As for `shard`. Without it, and without a process group, sizes are those of one rank.
         units: As for `shard`.
+        plan: As for `shard`.
         mp_policy: As for `shard`.
         forward_prefetch: As for `shard`.
         backward_prefetch: As for `shard`.
@@ -143,6 +147,7 @@ def describe(
         "describe",
         model,
         mesh,
+        plan=plan,
         units=units,
         mp_policy=mp_policy,
         forward_prefetch=forward_prefetch,
@@ -208,8 +213,8 @@ def _set_collectives(sharding: Sharding) -> None:
 
 
 def _free_after_inference(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Without a backward nothing else frees a kept unit, and its copy goes stale (pytorch#149029)."""
-    kept = [_first(unit) for unit in units if not unit.reshard]
+    """Without a backward nothing else frees what is kept for one: it goes stale (pytorch#149029, #147179)."""
+    kept = [_first(unit) for unit in units]
 
     def free(module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
