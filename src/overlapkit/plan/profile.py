@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from overlapkit.parallel.units import ROOT
 from overlapkit.plan.arguments import check_amount, check_ranks
 
 _FORMAT = 1
@@ -20,7 +21,7 @@ class UnitProfile:
     """One unit: what a single fully_shard call would gather.
 
     Attributes:
-        name: As `parallel.describe` names it; "(root)" is the last.
+        modules: Names of its modules; empty for the root unit, which has the rest and is the last.
         block: Whether it is one of the repeated blocks, which may be merged and recomputed.
         parameters: Elements of its parameters.
         trained: Of these, elements that require gradients.
@@ -31,7 +32,7 @@ class UnitProfile:
         inputs: Bytes of the tensors that its forward is given: what recomputation keeps instead.
     """
 
-    name: str
+    modules: tuple[str, ...]
     block: bool
     parameters: int
     trained: int
@@ -40,6 +41,11 @@ class UnitProfile:
     backward_s: float
     saved: int
     inputs: int
+
+    @property
+    def name(self) -> str:
+        """As `parallel.describe` names it."""
+        return "+".join(self.modules) or ROOT
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Profile:
 
     Raises:
         TypeError: A figure is no number.
-        ValueError: It is out of range, or there is no unit.
+        ValueError: It is out of range, or the units are not some and then the root.
     """
 
     units: tuple[UnitProfile, ...]
@@ -65,8 +71,8 @@ class Profile:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        if not self.units:
-            raise ValueError("units: a profile needs one unit or more")
+        if [place for place, unit in enumerate(self.units) if not unit.modules] != [len(self.units) - 1]:
+            raise ValueError("units: a profile's last unit, and no other, is the root, which names no modules")
         if self.tokens is not None:
             check_ranks("tokens", self.tokens)
         for unit in self.units:
@@ -134,6 +140,10 @@ class Profile:
             ValueError: It holds no profile.
         """
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _unit(row: dict[str, Any]) -> UnitProfile:
+    return UnitProfile(**{**row, "modules": tuple(row["modules"])})
 
 
 def fingerprint(model: nn.Module) -> str:

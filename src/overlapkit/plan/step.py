@@ -19,6 +19,7 @@ class Work:
         backward_s: Of its backward, with what is recomputed in it.
         gather_bytes: Of its all-gather; 0 where it is never gathered.
         gather_s: How long that takes alone.
+        regather_s: How long it takes in backward, where `regathers`.
         reduce_bytes: Of its gradients' reduction; 0 where nothing is trained.
         reduce_s: How long that takes alone.
         copies_s: How long the all-reduce between copies of its shard takes after that; 0 for none.
@@ -30,6 +31,7 @@ class Work:
     backward_s: float
     gather_bytes: int = 0
     gather_s: float = 0.0
+    regather_s: float = 0.0
     reduce_bytes: int = 0
     reduce_s: float = 0.0
     copies_s: float = 0.0
@@ -101,6 +103,7 @@ class Step:
         self._played = Played()
         self._gathers: dict[int, Transfer] = {}
         self._reductions: list[Transfer] = []
+        self._again = False  # in backward
 
     def play(self) -> Played:
         """Forward, backward, and the tail."""
@@ -125,6 +128,7 @@ class Step:
 
     def _backward(self) -> None:
         last = len(self._work) - 1
+        self._again = True
         self._gathers = {p: t for p, t in self._gathers.items() if not self._work[p].regathers}
         again = [place for place in range(last - 1, -1, -1) if self._work[place].regathers]
         self._gather(last)
@@ -142,8 +146,9 @@ class Step:
     def _gather(self, place: int) -> None:
         work = self._work[place]
         if place not in self._gathers and work.gather_bytes:
+            seconds = work.regather_s if self._again else work.gather_s
             self._gathers[place] = self._wires.launch(
-                "gather", f"all_gather {work.name}", work.gather_bytes, work.gather_s, self._now
+                "gather", f"all_gather {work.name}", work.gather_bytes, seconds, self._now
             )
 
     def _need(self, place: int) -> None:
