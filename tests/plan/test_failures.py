@@ -1,4 +1,4 @@
-"""Goodput against a job that is played through, and the interval against brute force and against Daly's formula."""
+"""Goodput against a job that is played through; the interval against brute force and Daly's formula."""
 
 import math
 import random

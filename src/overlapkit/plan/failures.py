@@ -49,7 +49,7 @@ class Failures:
         check_ranks("ranks", ranks)
         check_amount("interval_s", interval_s, above=0)
         mean = self.mtbf_s / ranks
-        # What a failure while a checkpoint is written loses besides is time that passes again: like restarting.
+        # A failure finds the checkpoint before the one that is being written: that time passes again, too.
         lost = (self.restart_s + self.write_s) / mean
         wall = lost + math.log(math.expm1(min((interval_s + self.stall_s) / mean, 700.0)))
         return math.exp(math.log(interval_s / mean) - wall) if wall < 700 else 0.0

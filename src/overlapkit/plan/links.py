@@ -101,8 +101,8 @@ class Fabric:
         if nodes > 1:
             if self.network is None:
                 raise ValueError(
-                    f"{ranks} ranks, {stride} apart, do not fit a node of {self.node_size}, and the fabric has "
-                    "no network: give network=Wire(...)"
+                    f"{ranks} ranks, {stride} apart, do not fit a node of {self.node_size}, and the fabric "
+                    "has no network: give network=Wire(...)"
                 )
             hops = (ranks - nodes) * self.node.latency_s + (nodes - 1) * self.network.latency_s
             across = self.network.bytes_per_s * inside
@@ -114,8 +114,8 @@ class Fabric:
 class LinkTable:
     """What `probe_link` measured: for each collective, seconds by message size.
 
-    Between two sizes it is interpolated; beyond the largest, and for other numbers of ranks, the line of least
-    relative error through all of them is followed, as a ring's.
+    Between two sizes it is interpolated; beyond the largest, and for other numbers of ranks, the line of
+    least relative error through all of them is followed, as a ring's.
 
     Attributes:
         ranks: That were measured.

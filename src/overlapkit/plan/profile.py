@@ -24,7 +24,7 @@ class UnitProfile:
         modules: Names of its modules; empty for the root unit, which has the rest and is the last.
         block: Whether it is one of the repeated blocks, which may be merged and recomputed.
         parameters: Elements of its parameters.
-        trained: Of these, elements that require gradients.
+        gradients: Of each parameter that requires gradients its elements, in the order of registration.
         nbytes: Bytes of its parameters, as the model holds them.
         forward_s: Seconds of its forward.
         backward_s: Seconds of its backward, without recomputation.
@@ -35,12 +35,17 @@ class UnitProfile:
     modules: tuple[str, ...]
     block: bool
     parameters: int
-    trained: int
+    gradients: tuple[int, ...]
     nbytes: int
     forward_s: float
     backward_s: float
     saved: int
     inputs: int
+
+    @property
+    def trained(self) -> int:
+        """Elements that require gradients."""
+        return sum(self.gradients)
 
     @property
     def name(self) -> str:
@@ -72,14 +77,18 @@ class Profile:
 
     def __post_init__(self) -> None:
         if [place for place, unit in enumerate(self.units) if not unit.modules] != [len(self.units) - 1]:
-            raise ValueError("units: a profile's last unit, and no other, is the root, which names no modules")
+            raise ValueError(
+                "units: a profile's last unit, and no other, is the root, which names no modules"
+            )
         if self.tokens is not None:
             check_ranks("tokens", self.tokens)
         for unit in self.units:
             for figure in ("forward_s", "backward_s"):
                 check_amount(f"{unit.name}: {figure}", getattr(unit, figure))
-            for figure in ("parameters", "trained", "nbytes", "saved", "inputs"):
+            for figure in ("parameters", "nbytes", "saved", "inputs"):
                 check_ranks(f"{unit.name}: {figure}", getattr(unit, figure), least=0)
+            for elements in unit.gradients:
+                check_ranks(f"{unit.name}: gradients", elements, least=0)
 
     @property
     def forward_s(self) -> float:
@@ -122,8 +131,10 @@ class Profile:
         try:
             data: dict[str, Any] = json.loads(text)
             if (version := data.pop("format")) != _FORMAT:
-                raise ValueError(f"profile of format {version!r}: this version reads {_FORMAT}; measure it again")
-            return cls(**{**data, "units": tuple(UnitProfile(**unit) for unit in data["units"])})
+                raise ValueError(
+                    f"profile of format {version!r}: this version reads {_FORMAT}; measure it again"
+                )
+            return cls(**{**data, "units": tuple(map(_unit, data["units"]))})
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"no profile: {type(error).__name__}: {error}") from error
 
@@ -143,12 +154,12 @@ class Profile:
 
 
 def _unit(row: dict[str, Any]) -> UnitProfile:
-    return UnitProfile(**{**row, "modules": tuple(row["modules"])})
+    return UnitProfile(**{**row, "modules": tuple(row["modules"]), "gradients": tuple(row["gradients"])})
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A model's class and a hash of its parameters' names, shapes and dtypes; the same before and after shard."""
+    """A model's class and a hash of its parameters' names, shapes and dtypes: the same once it is sharded."""
     rows: Iterable[str] = (f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters())
-    # shard makes subclasses named FSDP<class>: the class is for people, the hash decides
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
-    return f"{type(model).__name__.removeprefix('FSDP')}-{digest}"
+    name = type(model).__name__.removeprefix("FSDP")  # fully_shard makes a subclass of this name
+    return f"{name}-{digest}"

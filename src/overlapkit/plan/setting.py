@@ -24,7 +24,7 @@ class Job:
         param_bytes: Bytes an element in an all-gather: 2 with mp_policy="bf16".
         reduce_bytes: Bytes an element in a reduction.
         spread: Standard deviation of the ranks' compute times, of their mean: the slowest sets the pace.
-        optimizer_s: Seconds of the optimizer's step for all parameters on one rank; each rank steps its share.
+        optimizer_s: Seconds of the optimizer's step for all parameters; each rank steps its share.
         rules: What is fixed in the schedule beside the prefetch depths; see Rules.
 
     Raises:
@@ -52,7 +52,7 @@ class Job:
             check_ranks("shards", self.shards)
             if self.world % self.shards:
                 raise ValueError(
-                    f"world={self.world}, shards={self.shards}: a mesh of copies by shards needs a world that "
+                    f"world={self.world}, shards={self.shards}: a mesh of copies by shards takes a world that "
                     f"is a multiple of the shards, such as {-(-self.world // self.shards) * self.shards}"
                 )
 
@@ -95,8 +95,8 @@ def grouped(profile: Profile, plan: ShardPlan) -> list[list[UnitProfile]]:
         for name in names:
             if name not in left:
                 raise ValueError(
-                    f"plan: unit {'+'.join(names)!r} has {name!r}, which was not profiled as a unit: profile the "
-                    "model with these units"
+                    f"plan: unit {'+'.join(names)!r} has {name!r}, which was not profiled as a unit: profile "
+                    "the model with these units"
                 )
             if left[name] not in group:
                 group.append(left[name])
@@ -134,9 +134,7 @@ def work_of(job: Job, plan: ShardPlan) -> list[Work]:
     groups = grouped(job.profile, plan)
     again = iter(recomputed(sum(unit.block for unit in job.profile.units), plan.recompute))
     repeats = {unit.name: next(again) for unit in job.profile.units if unit.block}
-    return [
-        _work(job, group, _reshards(plan, groups, place), repeats) for place, group in enumerate(groups)
-    ]
+    return [_work(job, group, _reshards(plan, groups, place), repeats) for place, group in enumerate(groups)]
 
 
 def _reshards(plan: ShardPlan, groups: Sequence[Sequence[UnitProfile]], place: int) -> bool | int:
