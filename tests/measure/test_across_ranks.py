@@ -5,9 +5,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlapkit import replicate, shard
 from overlapkit.measure import StepMeter
+from overlapkit.measure.summary import PARTS
 from tests.ranks import run_ranks
-
-PARTS = ("forward", "backward", "optimizer", "transfer", "communication", "checkpoint", "input", "other")
 
 
 def measured(wrap):

@@ -9,11 +9,11 @@ from torch import nn
 
 from overlapkit.measure import StepMeter, StepRecord
 from overlapkit.measure import meter as module
+from overlapkit.measure.summary import PARTS
 from overlapkit.span import Span
 from tests.fake_clock import FakeClock, FakeComponent
 
 MS = 1_000_000
-PARTS = ("forward", "backward", "optimizer", "transfer", "communication", "checkpoint", "input", "other")
 
 
 class Slow(nn.Module):
@@ -115,6 +115,8 @@ def test_one_step_to_the_nanosecond(clock):
         lane_bytes={"transfer": 64, "input": 100},
         peak_memory=meter.last.peak_memory,
         tokens=8,
+        garbage=0,
+        microbatches=((10, 20),),
     )
     assert is_whole(meter.last)
     assert meter.last.exposed == 24

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlapkit.measure.record import PHASES, WAITS, Segment, StepRecord, share_out
+from overlapkit.measure.record import PHASES, STOPS, Segment, StepRecord, share_out
 from overlapkit.span import Span
 
 KINDS = (*PHASES, "inside", "outside", "paused")
@@ -20,7 +20,7 @@ def periods(draw):
 waits = st.lists(
     st.builds(
         lambda lane, start, long, exposed: Span(lane, "w", start, start + long, exposed=exposed),
-        st.sampled_from((*WAITS, "compute", "optimizer")),
+        st.sampled_from((*STOPS, "compute", "optimizer")),
         st.integers(0, 40),
         st.integers(0, 12),
         st.booleans(),
@@ -31,14 +31,14 @@ waits = st.lists(
 
 def brute(segments, spans):
     """Point by point: a pause is nothing, then the first lane that waits, then the phase."""
-    parts = dict.fromkeys(("period", *WAITS, *PHASES, "other", "outside"), 0)
+    parts = dict.fromkeys(("period", *STOPS, *PHASES, "other", "outside"), 0)
     for segment in segments:
         for t in range(segment.start, segment.end):
             if segment.kind == "paused":
                 continue
             parts["period"] += 1
             waiting = {s.lane for s in spans if s.exposed and s.start <= t < s.end}
-            lane = next((lane for lane in WAITS if lane in waiting), None)
+            lane = next((lane for lane in STOPS if lane in waiting), None)
             if lane or segment.kind in PHASES:
                 parts[lane or segment.kind] += 1
             else:
@@ -51,7 +51,7 @@ def brute(segments, spans):
 def test_every_moment_goes_to_one_part(segments, spans):
     shares = share_out(segments, spans, on_device=False)
     assert shares.parts == brute(segments, spans)
-    whole = sum(shares.parts[name] for name in (*WAITS, *PHASES, "other"))
+    whole = sum(shares.parts[name] for name in (*STOPS, *PHASES, "other"))
     assert whole == shares.parts["period"]
 
 

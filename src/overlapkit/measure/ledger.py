@@ -5,12 +5,12 @@ from collections import deque
 from dataclasses import dataclass
 
 from overlapkit.measure.intervals import Intervals
-from overlapkit.measure.record import Segment, StepRecord, share_out
+from overlapkit.measure.record import Segment, Shares, StepRecord, microbatches, share_out
 from overlapkit.measure.sources import Coverage
 from overlapkit.measure.timeline import Timeline
 from overlapkit.span import Span
 
-_DRAWN = 8  # steps whose phases are kept for the picture
+_TRACED = 100  # steps whose phases and collectives are kept: a report's usual window
 _AHEAD = 8192  # spans that may end after the step: a component with another clock must not fill memory
 _BEHIND = 64  # steps that the device may lag; a host runs ahead by far fewer
 
@@ -38,11 +38,19 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The phases of one recorded step and what it waited for, for the picture."""
+    """One recorded step in time.
+
+    Attributes:
+        index: Number of the step.
+        segments: Its phases, gapless and in order.
+        waits: When it stood still, by lane (see `record.STOPS`).
+        collectives: Spans of the lane communication that ended in it, by start; exposed ones among them.
+    """
 
     index: int
     segments: list[Segment]
     waits: dict[str, Intervals]
+    collectives: tuple[Span, ...] = ()
 
 
 class Ledger:
@@ -61,7 +69,7 @@ class Ledger:
     def __init__(self, coverage: Coverage, history: int) -> None:
         self.coverage = coverage
         self.records: deque[StepRecord] = deque(maxlen=history)
-        self.traces: deque[Trace] = deque(maxlen=_DRAWN)
+        self.traces: deque[Trace] = deque(maxlen=_TRACED)
         self.shown: deque[Span] = deque(maxlen=4096)
         self.lock = threading.Lock()
         self._waiting: deque[Finished] = deque(maxlen=_BEHIND)
@@ -88,8 +96,10 @@ class Ledger:
                 self._waiting.popleft()
                 self._collect()
                 shares = share_out(segments, self._spans, on_device=step.on_device)
-                self.records.append(self._record(step, segments, shares.parts))
-                self.traces.append(Trace(step.index, segments, shares.waits))
+                ended = self._take_ended(step, segments)
+                self.records.append(self._record(step, segments, shares, ended))
+                collectives = tuple(span for span in ended if span.lane == "communication")
+                self.traces.append(Trace(step.index, segments, shares.waits, collectives))
                 step.timeline.release()
                 new += 1
         return new
@@ -102,18 +112,28 @@ class Ledger:
         self._spans += spans
         self.shown.extend(spans)
 
-    def _record(self, step: Finished, segments: list[Segment], parts: dict[str, int]) -> StepRecord:
+    def _take_ended(self, step: Finished, segments: list[Segment]) -> list[Span]:
+        """The spans that ended in the period; those that end later are kept, earlier ones forgotten."""
         first, last = segments[0], segments[-1]
-        kinds = {segment.kind for segment in segments}
-        moved: dict[str, int] = {}
+        ended: list[Span] = []
         kept: list[Span] = []
         for span in self._spans:
             by_host = step.on_device and not span.device
             if span.end > (last.host_end if by_host else last.end):
                 kept.append(span)
-            elif span.bytes is not None and span.end > (first.host_start if by_host else first.start):
-                moved[span.lane] = moved.get(span.lane, 0) + span.bytes
+            elif span.end > (first.host_start if by_host else first.start):
+                ended.append(span)
         self._spans = kept[-_AHEAD:]
+        return ended
+
+    def _record(
+        self, step: Finished, segments: list[Segment], shares: Shares, ended: list[Span]
+    ) -> StepRecord:
+        parts, kinds = shares.parts, {segment.kind for segment in segments}
+        moved: dict[str, int] = {}
+        for span in ended:
+            if span.bytes is not None:
+                moved[span.lane] = moved.get(span.lane, 0) + span.bytes
 
         def known(lane: str) -> int | None:
             return None if self.coverage.missing(lane, fed=step.fed) else parts[lane]
@@ -133,4 +153,7 @@ class Ledger:
             lane_bytes=moved,
             peak_memory=step.peak,
             tokens=step.tokens,
+            garbage=parts["garbage"],
+            microbatches=microbatches(segments, shares.local),
+            saves=sum(span.name == "save" and span.lane == "checkpoint" for span in ended),
         )

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from overlapkit.device import rank_and_world
 from overlapkit.measure.arguments import check_count, check_options, check_parts, check_tokens, device_of
 from overlapkit.measure.clock import Clock, clock_of
-from overlapkit.measure.hooks import Hook, differentiable, nodes
+from overlapkit.measure.companion import Companion
 from overlapkit.measure.ledger import Finished, Ledger
 from overlapkit.measure.memory import PeakWatch, looks_closely
+from overlapkit.measure.phases import Phases
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
 from overlapkit.measure.sources import Coverage
@@ -88,21 +89,24 @@ class StepMeter:
         self._on_report = tuple(on_report)
         self._clock: Clock | None = None
         self._peaks: PeakWatch | None = None
-        self._timeline: Timeline | None = None  # of the period that is on, where it is measured
         self._inside = threading.Lock()  # held inside a step
         self._index = 0  # of the step that is on, or of the next one
         self._recorded = 0
-        self._pauses = 0
-        self._calls = 0  # of the model, one inside the other
         self._closed = False
-        self._gradient_hook = Hook(self._on_gradient)
-        self._hooks = self._attach(model, optimizer)
+        self._companions: list[Companion] = []  # first in, first told
+        self._phases = Phases(model, optimizer, self._look)
 
     @property
     def last(self) -> StepRecord | None:
         """The latest record, or None; on CUDA it is a few steps behind."""
         records = self._ledger.records
         return records[-1] if records else None
+
+    @property
+    def phase(self) -> str:
+        """What is on: a Segment's kind; "unmeasured" where `every` skips the step."""
+        timeline = self._phases.timeline
+        return timeline.kind if timeline is not None else "unmeasured"
 
     def step(self, tokens: int | None = None) -> "_Step":
         """A context manager around one training step.
@@ -148,19 +152,9 @@ class StepMeter:
             with _Step(self, tokens, fed=True):
                 yield batch
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Leave out what the body does (evaluation, sampling), inside a step or between two."""
-        timeline = self._timeline
-        before = timeline.kind if timeline else ""
-        self._turn("paused")
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self._pauses -= 1
-            if self._timeline is timeline:
-                self._turn(before)
+        return self._phases.pause()
 
     def report(self, window: int = _WINDOW) -> StepReport:
         """The seven answers over the last `window` records.
@@ -177,107 +171,74 @@ class StepMeter:
 
     def close(self) -> None:
         """Take every hook off. Records and report() stay; step() is an error afterwards."""
+        if self._closed:
+            return
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._phases.remove()
+        for companion in self._companions:
+            companion.close()
         self._recorded += self._ledger.settle()
         self._ledger.coverage.close()
 
-    def _attach(self, model: nn.Module | None, optimizer: Optimizer | None) -> list[Any]:
-        hooks: list[Any] = []
-        if model is not None:  # outermost: what a wrapper hooks in (FSDP2's all-gather) is part of the call
-            hooks.append(model.register_forward_pre_hook(Hook(self._on_call), prepend=True))
-            hooks.append(model.register_forward_hook(Hook(self._on_return), always_call=True))
-        if optimizer is not None:
-            hooks.append(optimizer.register_step_pre_hook(Hook(self._on_optimizer)))
-            hooks.append(optimizer.register_step_post_hook(Hook(self._on_optimizer_done)))
-        return hooks
-
-    def _on_call(self, module: nn.Module, args: object) -> None:
-        self._calls += 1
-        if self._watching():
-            self._turn("forward")
-
-    def _on_return(self, module: nn.Module, args: object, output: object) -> None:
-        self._calls = max(0, self._calls - 1)
-        if self._calls or not self._watching():
-            return
-        outputs = differentiable(output)
-        for node in nodes(outputs):
-            node.register_prehook(self._gradient_hook)
-        loss_follows = bool(outputs) and all(tensor.numel() != 1 for tensor in outputs)
-        self._turn("loss" if loss_follows else "inside")
-
-    def _on_gradient(self, gradients: object) -> None:
-        if self._watching():
-            self._turn("backward")
-
-    def _on_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._watching():
-            self._turn("optimizer")
-
-    def _on_optimizer_done(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._watching():
-            self._turn("inside")
-
-    def _watching(self) -> bool:
-        return self._inside.locked() and not self._pauses and self._timeline is not None
-
     def _turn(self, kind: str) -> None:
-        timeline = self._timeline
-        if timeline is None or self._pauses:
-            return
-        if self._peaks is not None and looks_closely(self._index):
-            self._peaks.look(self._index, timeline.kind)
-        timeline.turn(kind)
+        self._phases.turn(kind)
+
+    def _look(self, phase: str) -> None:
+        """A phase ends of a step that is looked at closely."""
+        assert self._peaks is not None
+        self._peaks.look(self._index, phase)
 
     def _enter(self) -> None:
         if self._closed:
             raise RuntimeError("meter.step() after meter.close(): make a new StepMeter")
-        if self._pauses:
+        if self._phases.pauses:
             raise RuntimeError("meter.step() inside meter.pause(): leave the pause first")
         if not self._inside.acquire(blocking=False):
             raise RuntimeError(
                 "meter.step() inside another step of this meter: steps do not nest, and threads that "
                 "train at the same time need a StepMeter each"
             )
-        self._calls = 0
         if self._clock is None:
             self._start(device_of(self._model, self._optimizer))
-        self._turn("inside")
+        for companion in self._companions:
+            companion.enter(self._index)
+        self._phases.enter()
 
     def _start(self, device: torch.device) -> None:
         """The first step begins: only now the model is where it will be trained."""
         self._ledger.coverage.device = device
         self._clock = clock_of(device)
         self._peaks = PeakWatch(device)
-        now = self._clock.now()
-        self._timeline = Timeline(self._clock, Turn("inside", now, self._clock.mark(now)))
+        self._phases.timeline = Timeline(self._clock, self._boundary(None, "inside"))
+        self._phases.close = looks_closely(self._index)
 
     def _leave(self, tokens: int | None, *, fed: bool, whole: bool) -> None:
         assert self._clock is not None
         assert self._peaks is not None
-        timeline = self._timeline
+        phases, timeline = self._phases, self._phases.timeline
         peak = self._peaks.after(self._index, timeline.kind if timeline else None)
         if whole and timeline is not None:
             timeline.turn("end")
             step = Finished(self._index, timeline, tokens, fed, peak, self._clock.on_device)
             self._ledger.finish(step)
+        for companion in self._companions:
+            companion.leave(self._index, whole=whole)
         self._index += whole
-        self._timeline = None
+        phases.timeline = None
         if self._index % self._every == 0:
-            self._timeline = Timeline(self._clock, self._boundary(timeline if whole else None))
+            phases.timeline = Timeline(self._clock, self._boundary(timeline if whole else None, "outside"))
+            phases.close = looks_closely(self._index)
+        phases.inside = False
         self._inside.release()
         self._publish()
 
-    def _boundary(self, ended: Timeline | None) -> Turn:
-        """The turn at which the next period begins: where the one before it ended, if that was measured."""
+    def _boundary(self, ended: Timeline | None, kind: str) -> Turn:
+        """The turn at which a period begins: where the one before it ended, if that was measured."""
         assert self._clock is not None
         if ended is not None:
-            return ended.last._replace(kind="outside")
+            return ended.last._replace(kind=kind)
         now = self._clock.now()
-        return Turn("outside", now, self._clock.mark(now))
+        return Turn(kind, now, self._clock.mark(now))
 
     def _publish(self) -> None:
         due = self._recorded // _WINDOW

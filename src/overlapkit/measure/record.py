@@ -23,6 +23,22 @@ PHASES = ("forward", "loss", "backward", "optimizer")
 """Phases of a step in which the model or the optimizer works; the rest of a step is other time."""
 
 
+STOPS = (*WAITS, "garbage")
+"""What a step stands still for: the lanes, and after them Python's garbage collector."""
+
+
+class Microbatch(NamedTuple):
+    """What one forward and its backward cost this rank, in nanoseconds, waits excluded.
+
+    Attributes:
+        forward: With the loss.
+        backward: Up to the optimizer or the next forward; 0 where none followed.
+    """
+
+    forward: int
+    backward: int
+
+
 class Segment(NamedTuple):
     """One phase of a step, in nanoseconds.
 
@@ -47,8 +63,8 @@ class StepRecord:
     """One measured step. Times are nanoseconds; what was not measured is None, never 0.
 
     Invariants:
-        * forward + backward + optimizer + transfer + communication + checkpoint + input + other = period,
-          None counted as nothing: time of an unmeasured part is in `other`.
+        * forward + backward + optimizer + transfer + communication + checkpoint + input + garbage + other =
+          period, None counted as nothing: time of an unmeasured part is in `other`.
 
     Attributes:
         index: Number of the step, from 0; steps that `every` skips are counted too.
@@ -66,6 +82,13 @@ class StepRecord:
         lane_bytes: Bytes that each lane finished moving in this period, exposed or not, where counted.
         peak_memory: Bytes at the highest point so far: allocated on the GPU, or resident on Linux.
         tokens: As given to `step()`, on this rank.
+        garbage: Standing still for Python's garbage collector.
+        recompute: The part of `backward` in which forward was run again; looked at in some steps only.
+        microbatches: Local compute of each forward and backward of the step, in order.
+        compilations: Functions that torch.compile compiled in this period.
+        saves: Saves that began in this period.
+        beside_save: Whether a save was at work beside this step (staging, writing, uploading).
+        counted: Its operators were counted, which costs a few percent: means leave such a step out.
     """
 
     index: int
@@ -82,6 +105,13 @@ class StepRecord:
     lane_bytes: Mapping[str, int]
     peak_memory: int | None
     tokens: int | None
+    garbage: int | None = None
+    recompute: int | None = None
+    microbatches: tuple[Microbatch, ...] = ()
+    compilations: int = 0
+    saves: int = 0
+    beside_save: bool = False
+    counted: bool = False
 
     @property
     def compute(self) -> int | None:
@@ -110,12 +140,14 @@ class Shares(NamedTuple):
     """How a period was shared out.
 
     Attributes:
-        parts: Nanoseconds of "period", of each of WAITS and PHASES, of "other" and of its part "outside".
-        waits: When each of WAITS was waited for, as far as it was attributed to that lane.
+        parts: Nanoseconds of "period", of each of STOPS and PHASES, of "other" and of its part "outside".
+        waits: When each of STOPS was waited for, as far as it was attributed to that lane.
+        local: Of each segment, what is left without them.
     """
 
     parts: dict[str, int]
     waits: dict[str, Intervals]
+    local: list[int]
 
 
 def share_out(segments: Sequence[Segment], spans: Iterable[Span], *, on_device: bool) -> Shares:
@@ -123,11 +155,11 @@ def share_out(segments: Sequence[Segment], spans: Iterable[Span], *, on_device: 
 
     Args:
         segments: The period, gapless and in order.
-        spans: Spans of all lanes, of this period or beyond; only exposed ones of WAITS count.
+        spans: Spans of all lanes, of this period or beyond; only exposed ones of STOPS count.
         on_device: Segments were timed by a device, so a host wait costs only what is left of it when
             the device has come to it.
     """
-    asked: dict[str, list[Interval]] = {lane: [] for lane in WAITS}
+    asked: dict[str, list[Interval]] = {lane: [] for lane in STOPS}
     for span in spans:
         if span.exposed and span.lane in asked:
             if on_device and not span.device:
@@ -137,30 +169,49 @@ def share_out(segments: Sequence[Segment], spans: Iterable[Span], *, on_device: 
     left = union((part.start, part.end) for part in segments if part.kind != "paused")
     parts = {"period": length(left)}
     waits: dict[str, Intervals] = {}
-    for lane in WAITS:
+    for lane in STOPS:
         waits[lane] = intersect(left, union(asked[lane])) if asked[lane] else []
         left = subtract(left, waits[lane]) if waits[lane] else left
         parts[lane] = length(waits[lane])
-    kinds = _by_kind(segments, left)
+    local = _local(segments, left)
+    kinds: dict[str, int] = {}
+    for segment, time in zip(segments, local, strict=True):
+        kinds[segment.kind] = kinds.get(segment.kind, 0) + time
     parts.update((kind, kinds.get(kind, 0)) for kind in (*PHASES, "outside"))
     parts["other"] = parts["outside"] + kinds.get("inside", 0)
-    return Shares(parts, waits)
+    return Shares(parts, waits, local)
 
 
-def _by_kind(segments: Sequence[Segment], left: Intervals) -> dict[str, int]:
-    """How much of what is left lies in segments of each kind; one pass over both."""
-    kinds: dict[str, int] = {}
+def microbatches(segments: Sequence[Segment], local: Sequence[int]) -> tuple[Microbatch, ...]:
+    """Each forward of a step with the backward that follows it; forwards without one between count as one."""
+    found: list[list[int]] = []
+    over = True
+    for segment, time in zip(segments, local, strict=True):
+        if segment.kind in ("forward", "loss"):
+            if over:
+                found.append([0, 0])
+            found[-1][0] += time
+            over = False
+        elif segment.kind == "backward" and found:
+            found[-1][1] += time
+            over = True
+    return tuple(Microbatch(*pair) for pair in found)
+
+
+def _local(segments: Sequence[Segment], left: Intervals) -> list[int]:
+    """How much of what is left lies in each segment; one pass over both."""
+    times: list[int] = []
     i = 0
-    for kind, begin, close, *_ in segments:
+    for _, begin, close, *_ in segments:
+        time = 0
         while i < len(left):
             start, end = left[i]
-            overlap = min(end, close) - max(start, begin)
-            if overlap > 0:
-                kinds[kind] = kinds.get(kind, 0) + overlap
+            time += max(0, min(end, close) - max(start, begin))
             if end > close:
                 break
             i += 1
-    return kinds
+        times.append(time)
+    return times
 
 
 def _felt_by_device(span: Span, segments: Sequence[Segment]) -> list[Interval]:

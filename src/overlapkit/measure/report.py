@@ -10,6 +10,7 @@ import torch
 
 from overlapkit.measure.advice import Finding, find
 from overlapkit.measure.answers import Answer, answer
+from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.draw import save_drawing
 from overlapkit.measure.ledger import Ledger, Trace
 from overlapkit.measure.memory import Peak
@@ -38,10 +39,11 @@ class StepReport:
             checkpoint or input, 0 to 1.
         tokens_per_s: Tokens of this rank a second.
         peak_memory: Bytes at the highest point so far.
-        parts: forward, backward, optimizer, input, transfer, communication, checkpoint, other: where
-            the period went.
+        parts: forward, backward, optimizer, input, transfer, communication, checkpoint, garbage (Python's
+            collector), other: where the period went.
         answers: The seven, in order.
         findings: What is worth mending, the costliest first; empty where all is well.
+        detail: What lies within the parts: buckets, units, microbatches, saves and so on.
         records: The steps themselves.
         trace: What `explain()` found beside: the lanes of the whole trace, of each step and of each rank.
     """
@@ -63,6 +65,7 @@ class StepReport:
     _traces: tuple[Trace, ...] = field(repr=False)
     _spans: tuple[Span, ...] = field(repr=False)
     trace: "TraceDetail | None" = field(default=None, repr=False)
+    detail: StepDetail | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return render(self)
@@ -85,6 +88,7 @@ class StepReport:
             "answers": [asdict(one) for one in self.answers],
             "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            **({"detail": self.detail.to_dict()} if self.detail is not None else {}),
             **(self.trace.to_dict() if self.trace is not None else {}),
         }
 
@@ -154,4 +158,5 @@ def make_report(ledger: Ledger, window: int, peak: Peak | None, rank: int) -> St
         records=records,
         _traces=tuple(seen.traces),
         _spans=tuple(seen.spans),
+        detail=StepDetail(),
     )

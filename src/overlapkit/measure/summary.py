@@ -8,10 +8,14 @@ from overlapkit.measure.record import StepRecord
 from overlapkit.measure.sources import Coverage
 from overlapkit.span import Span
 
-PARTS = ("forward", "backward", "optimizer", "input", "transfer", "communication", "checkpoint", "other")
+PARTS = (
+    *("forward", "backward", "optimizer", "input", "transfer", "communication", "checkpoint"),
+    *("garbage", "other"),
+)
 """The parts of a period, in the order in which they are shown. They add up to it."""
 
 _LANE = {"forward": "compute", "backward": "compute"}
+_LATEST = 8  # steps that the newest spans surely cover
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class Window:
     def __init__(self, ledger: Ledger, steps: int) -> None:
         with ledger.lock:
             records = list(ledger.records)[-steps:]
-            self.traces: list[Trace] = list(ledger.traces)
+            self.traces: list[Trace] = list(ledger.traces)[-steps:]
             self.spans: list[Span] = list(ledger.shown)
         self.records: Sequence[StepRecord] = (
             records[1:] if len(records) > 1 and records[0].index == 0 else records
@@ -68,12 +72,13 @@ class Window:
 
     def work_ms(self, lane: str) -> float | None:
         """What a lane did beside the steps, per step, over the latest ones; None where nothing was seen."""
-        if not self.traces:
+        latest = self.traces[-_LATEST:]
+        if not latest:
             return None
-        start, end = self.traces[0].segments[0].start, self.traces[-1].segments[-1].end
+        start, end = latest[0].segments[0].start, latest[-1].segments[-1].end
         work = [s.end - s.start for s in self.spans if s.lane == lane and not s.exposed]
         mine = [s for s in self.spans if s.lane == lane and not s.exposed and start < s.end <= end]
-        return sum(s.end - s.start for s in mine) / 1e6 / len(self.traces) if work else None
+        return sum(s.end - s.start for s in mine) / 1e6 / len(latest) if work else None
 
     def waits(self, lane: str) -> dict[str, int]:
         """Nanoseconds waited for a lane, by the names of its waits, over the latest steps."""
@@ -96,7 +101,7 @@ class Window:
         return sum(moved) / len(self.records) if moved else None
 
     def _reason(self, part: str) -> str:
-        missing = None if part == "other" else self.coverage.missing(_LANE.get(part, part))
+        missing = None if part in ("garbage", "other") else self.coverage.missing(_LANE.get(part, part))
         if missing is None and not self.records:
             return "no step has been measured yet"
         if missing is None and part in _LANE:

@@ -1,0 +1,107 @@
+"""Which phase of a step is on: public hooks on the model, its outputs and the optimizer turn a timeline."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from overlapkit.measure.hooks import Hook, differentiable, nodes
+from overlapkit.measure.timeline import Timeline
+
+
+class Phases:
+    """The hooks, and the timeline that they turn.
+
+    Args:
+        model: The outermost module, or None.
+        optimizer: Or None.
+        on_turn: Called with the phase that ends, before each turn of a step that is looked at closely.
+
+    Attributes:
+        timeline: Of the period that is on, where it is measured.
+        inside: Whether a step is on.
+        pauses: How many pauses are on, one inside the other.
+        close: Whether `on_turn` is called in this step.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, optimizer: Optimizer | None, on_turn: Callable[[str], None]
+    ) -> None:
+        self.timeline: Timeline | None = None
+        self.inside = False
+        self.pauses = 0
+        self.close = False
+        self._on_turn = on_turn
+        self._calls = 0  # of the model, one inside the other
+        self._gradient_hook = Hook(self._on_gradient)
+        self._hooks: list[Any] = []
+        if model is not None:  # outermost: what a wrapper hooks in (FSDP2's all-gather) is part of the call
+            self._hooks.append(model.register_forward_pre_hook(Hook(self._on_call), prepend=True))
+            self._hooks.append(model.register_forward_hook(Hook(self._on_return), always_call=True))
+        if optimizer is not None:
+            self._hooks.append(optimizer.register_step_pre_hook(Hook(self._on_optimizer)))
+            self._hooks.append(optimizer.register_step_post_hook(Hook(self._on_optimizer_done)))
+
+    def enter(self) -> None:
+        """A step begins."""
+        self.inside = True
+        self._calls = 0
+        self.turn("inside")
+
+    def turn(self, kind: str) -> None:
+        """Begin a phase, unless a pause is on or the period is not measured."""
+        timeline = self.timeline
+        if timeline is None or self.pauses:
+            return
+        if self.close and timeline.kind != kind:
+            self._on_turn(timeline.kind)
+        timeline.turn(kind)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What the body does belongs to no phase."""
+        timeline = self.timeline
+        before = timeline.kind if timeline else ""
+        self.turn("paused")
+        self.pauses += 1
+        try:
+            yield
+        finally:
+            self.pauses -= 1
+            if self.timeline is timeline:
+                self.turn(before)
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _on_call(self, module: nn.Module, args: object) -> None:
+        self._calls += 1
+        if self.inside:
+            self.turn("forward")
+
+    def _on_return(self, module: nn.Module, args: object, output: object) -> None:
+        self._calls = max(0, self._calls - 1)
+        if self._calls or not self.inside or self.pauses or self.timeline is None:
+            return
+        outputs = differentiable(output)
+        for node in nodes(outputs):
+            node.register_prehook(self._gradient_hook)
+        loss_follows = bool(outputs) and all(tensor.numel() != 1 for tensor in outputs)
+        self.turn("loss" if loss_follows else "inside")
+
+    def _on_gradient(self, gradients: object) -> None:
+        if self.inside:
+            self.turn("backward")
+
+    def _on_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self.inside:
+            self.turn("optimizer")
+
+    def _on_optimizer_done(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self.inside:
+            self.turn("inside")
