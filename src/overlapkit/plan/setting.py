@@ -52,8 +52,8 @@ class Job:
             check_ranks("shards", self.shards)
             if self.world % self.shards:
                 raise ValueError(
-                    f"world={self.world}, shards={self.shards}: a mesh of copies by shards takes a world that "
-                    f"is a multiple of the shards, such as {-(-self.world // self.shards) * self.shards}"
+                    f"world={self.world}, shards={self.shards}: a mesh of copies by shards takes a world "
+                    f"that is a multiple of the shards, such as {-(-self.world // self.shards) * self.shards}"
                 )
 
     @property

@@ -48,6 +48,7 @@ class Rules:
         separate: Reductions have a communicator of their own, and share the link with all-gathers.
         buffers: Reductions in flight, at most, before backward stands still for the oldest; None for any.
         blocking: Each reduction is waited for where it is launched.
+        microbatches: Forwards and backwards in a step, of which the last one reduces.
     """
 
     forward_prefetch: int = 1
@@ -55,6 +56,7 @@ class Rules:
     separate: bool = False
     buffers: int | None = None
     blocking: bool = False
+    microbatches: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,14 @@ class Step:
         self._gathers: dict[int, Transfer] = {}
         self._reductions: list[Transfer] = []
         self._again = False  # in backward
+        self._last = True  # microbatch
 
     def play(self) -> Played:
-        """Forward, backward, and the tail."""
-        self._forward()
-        self._backward()
+        """Forward and backward of each microbatch, and the tail."""
+        for left in range(self._rules.microbatches - 1, -1, -1):
+            self._last = left == 0
+            self._forward()
+            self._backward()
         self._wait_until(self._wires.drain(self._now), "reduction tail")
         self._played.transfers = self._wires.done
         self._played.end = self._now
@@ -116,6 +121,8 @@ class Step:
 
     def _forward(self) -> None:
         last = len(self._work) - 1
+        self._again = False
+        self._gathers.clear()
         order = [last, *range(last)]  # the root's hook runs first
         for turn, place in enumerate(order):
             self._gather(place)
@@ -157,7 +164,7 @@ class Step:
 
     def _reduce(self, place: int) -> None:
         work = self._work[place]
-        if not work.reduce_bytes:
+        if not (work.reduce_bytes and self._last):
             return
         limit = self._rules.buffers
         if limit is not None and len(self._reductions) >= limit:
