@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from overlapkit.plan.setting import Job
+from overlapkit.parallel.shard_plan import ShardPlan
+from overlapkit.plan.setting import Job, computed
 from overlapkit.plan.step import Phase, Played
 from overlapkit.plan.wires import Wires
 
@@ -32,31 +33,31 @@ def fill_buckets(ready: Sequence[Ready], caps: Sequence[float]) -> Iterator[list
         yield bucket
 
 
-def play_buckets(job: Job, caps: Sequence[float] = DEFAULT_CAPS) -> Played:
+def play_buckets(job: Job, plan: ShardPlan) -> Played:
     """Forward, backward with its buckets in the order of backward, and the tail.
 
     Within a unit gradients become ready in reverse order of registration, evenly by their elements.
     """
-    wires, played = Wires(), Played()
+    wires, played, seconds = Wires(), Played(), computed(job, plan)
     now = 0.0
     for unit in job.profile.units:
-        now = _phase(played, "forward", unit.name, now, job.slowness * unit.forward_s)
+        now = _phase(played, "forward", unit.name, now, seconds[unit.name][0])
     ready: list[Ready] = []
     *others, root = job.profile.units
     for unit in (root, *reversed(others)):
-        begin, seconds = now, job.slowness * unit.backward_s
-        now = _phase(played, "backward", unit.name, now, seconds)
+        begin = now
+        now = _phase(played, "backward", unit.name, now, seconds[unit.name][1])
         done = 0
         for elements in reversed(unit.gradients):
             done += elements
             share = done / unit.trained if unit.trained else 1.0
-            ready.append((begin + seconds * share, elements * job.reduce_bytes, unit.name))
+            ready.append((begin + (now - begin) * share, elements * job.reduce_bytes, unit.name))
     if job.world > 1:
-        for bucket in fill_buckets(ready, caps):
+        for bucket in fill_buckets(ready, plan.bucket_caps_mb or DEFAULT_CAPS):
             nbytes = sum(size for _, size, _ in bucket)
-            seconds = job.link.seconds("all_reduce", nbytes, job.world)
+            takes = job.link.seconds("all_reduce", nbytes, job.world)
             names = f"all_reduce {bucket[0][2]}" + (f" .. {bucket[-1][2]}" if len(bucket) > 1 else "")
-            wires.launch("reduce", names, nbytes, seconds, bucket[-1][0])
+            wires.launch("reduce", names, nbytes, takes, bucket[-1][0])
     _phase(played, "communication", "all_reduce tail", now, wires.drain(now) - now)
     played.transfers = wires.done
     played.end = max(now, played.phases[-1].end)

@@ -1,11 +1,12 @@
 """A setting of the wrapper at a number of ranks, applied to a profile: the work of each unit of a step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from overlapkit.parallel.shard_plan import ShardPlan
+from overlapkit.parallel.units import ROOT
 from overlapkit.plan.arguments import check_amount, check_ranks
 from overlapkit.plan.links import Link
 from overlapkit.plan.profile import Profile, UnitProfile
@@ -129,12 +130,23 @@ def recomputed(blocks: int, recompute: str | None) -> list[bool]:
     )
 
 
+def computed(job: Job, plan: ShardPlan) -> dict[str, tuple[float, float]]:
+    """Seconds of forward and backward of each profiled unit on the slowest rank, with recomputation."""
+    again = iter(recomputed(sum(unit.block for unit in job.profile.units), plan.recompute))
+    slow = job.slowness
+    return {
+        unit.name: (
+            slow * unit.forward_s,
+            slow * (unit.backward_s + (unit.forward_s if unit.block and next(again) else 0.0)),
+        )
+        for unit in job.profile.units
+    }
+
+
 def work_of(job: Job, plan: ShardPlan) -> list[Work]:
     """Each unit's work in a step of one microbatch, in forward order, the root last."""
-    groups = grouped(job.profile, plan)
-    again = iter(recomputed(sum(unit.block for unit in job.profile.units), plan.recompute))
-    repeats = {unit.name: next(again) for unit in job.profile.units if unit.block}
-    return [_work(job, group, _reshards(plan, groups, place), repeats) for place, group in enumerate(groups)]
+    groups, seconds = grouped(job.profile, plan), computed(job, plan)
+    return [_work(job, group, _reshards(plan, groups, i), seconds) for i, group in enumerate(groups)]
 
 
 def _reshards(plan: ShardPlan, groups: Sequence[Sequence[UnitProfile]], place: int) -> bool | int:
@@ -148,18 +160,16 @@ def _reshards(plan: ShardPlan, groups: Sequence[Sequence[UnitProfile]], place: i
     return not after_blocks
 
 
-def _work(job: Job, group: list[UnitProfile], reshard: bool | int, repeats: dict[str, bool]) -> Work:
-    name = "+".join(unit.name for unit in group) or "(root)"
-    slow = job.slowness
-    forward = slow * sum(unit.forward_s for unit in group)
-    again = slow * sum(unit.forward_s for unit in group if repeats.get(unit.name))
+def _work(
+    job: Job, group: list[UnitProfile], reshard: bool | int, seconds: Mapping[str, tuple[float, float]]
+) -> Work:
     gathered = job.param_bytes * sum(unit.parameters for unit in group)
     reduced = job.reduce_bytes * sum(unit.trained for unit in group)
     sharing, copies = job.sharing, job.copies
     work = Work(
-        name,
-        forward,
-        slow * sum(unit.backward_s for unit in group) + again,
+        "+".join(unit.name for unit in group) or ROOT,
+        sum(seconds[unit.name][0] for unit in group),
+        sum(seconds[unit.name][1] for unit in group),
         regathers=bool(reshard),
         reduce_bytes=reduced if job.world > 1 else 0,
     )

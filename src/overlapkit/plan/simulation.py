@@ -7,7 +7,7 @@ from typing import Any, Literal
 from overlapkit.measure.report import StepReport
 from overlapkit.parallel.shard_plan import ShardPlan
 from overlapkit.plan.arguments import check_ranks
-from overlapkit.plan.buckets import DEFAULT_CAPS, play_buckets
+from overlapkit.plan.buckets import play_buckets
 from overlapkit.plan.failures import Failures
 from overlapkit.plan.memory import Memory, memory_of
 from overlapkit.plan.played_report import report_of
@@ -61,7 +61,7 @@ class SimulatedReport(StepReport):
 def play(job: Job, plan: ShardPlan, wrapper: Wrapper) -> Played:
     """One step of a job under a plan."""
     if wrapper == "replicate":
-        return play_buckets(job, plan.bucket_caps_mb or DEFAULT_CAPS)
+        return play_buckets(job, plan)
     ahead, behind = plan.forward_prefetch, plan.backward_prefetch
     rules = dataclasses.replace(
         job.rules,
