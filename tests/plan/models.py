@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from overlapkit.plan.profile import Profile, UnitProfile
+from overlapkit.plan.costs import Profile, UnitProfile
 
 MIB = 2**20
 

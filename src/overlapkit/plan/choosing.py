@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from overlapkit.parallel.shard_plan import ShardPlan
 from overlapkit.plan.arguments import check_ranks
+from overlapkit.plan.costs import Profile, UnitProfile
 from overlapkit.plan.failures import Failures
 from overlapkit.plan.links import Link, LinkTable
 from overlapkit.plan.memory import memory_of
-from overlapkit.plan.profile import Profile, UnitProfile
 from overlapkit.plan.setting import Job
 from overlapkit.plan.simulation import Wrapper, play
 from overlapkit.plan.step import Rules

@@ -9,6 +9,8 @@ import bisect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any, Protocol
 
 from overlapkit.plan.arguments import check_amount, check_ranks
@@ -183,6 +185,20 @@ class LinkTable:
         """The table as JSON."""
         rows = {op: [list(row) for row in self.rows[op]] for op in OPS}
         return json.dumps({"ranks": self.ranks, "source": self.source, "rows": rows}, indent=2)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "LinkTable":
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It holds no table.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     @classmethod
     def from_json(cls, text: str) -> "LinkTable":

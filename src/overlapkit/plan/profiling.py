@@ -18,7 +18,7 @@ from overlapkit.measure.clock import Clock, clock_of
 from overlapkit.parallel.structure import find_structure
 from overlapkit.parallel.units import ROOT, Unit, resolve_units
 from overlapkit.plan.arguments import check_ranks
-from overlapkit.plan.profile import Profile, UnitProfile, fingerprint
+from overlapkit.plan.costs import Profile, UnitProfile, fingerprint
 
 Loss = Callable[[Any, Any], Tensor]
 

@@ -8,8 +8,8 @@ from statistics import NormalDist
 from overlapkit.parallel.shard_plan import ShardPlan
 from overlapkit.parallel.units import ROOT
 from overlapkit.plan.arguments import check_amount, check_ranks
+from overlapkit.plan.costs import Profile, UnitProfile
 from overlapkit.plan.links import Link
-from overlapkit.plan.profile import Profile, UnitProfile
 from overlapkit.plan.step import Rules, Work
 
 

@@ -8,10 +8,10 @@ from overlapkit.measure.report import StepReport
 from overlapkit.parallel.shard_plan import ShardPlan
 from overlapkit.plan.arguments import check_ranks
 from overlapkit.plan.buckets import play_buckets
+from overlapkit.plan.costs import Profile
 from overlapkit.plan.failures import Failures
 from overlapkit.plan.memory import Memory, memory_of
 from overlapkit.plan.played_report import report_of
-from overlapkit.plan.profile import Profile
 from overlapkit.plan.setting import Job, work_of
 from overlapkit.plan.step import Played, Rules, Step
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from overlapkit.measure.clock import HostClock
 from overlapkit.plan import profiling
-from overlapkit.plan.profile import Profile, UnitProfile, fingerprint
+from overlapkit.plan.costs import Profile, UnitProfile, fingerprint
 from overlapkit.plan.profiling import profile
 from tests.plan.models import Small, made
 
