@@ -7,7 +7,7 @@ from overlapkit.measure.across.watch import HangWatch, OnHang
 from overlapkit.measure.across.where import Progress
 from overlapkit.measure.ledger import Ledger
 from overlapkit.measure.phases import Phases
-from overlapkit.measure.sources import Coverage, Tap
+from overlapkit.measure.sources import Coverage
 from overlapkit.quorum import Quorum
 
 
@@ -31,8 +31,7 @@ class Across:
         if coverage.world > 1:
             self._liaison = Liaison(ledger, every, Quorum("meter"), *_what_is_local(coverage))
         if hang_timeout is not None:
-            taps = [Tap(component, name) for name, component in coverage.publishers()]
-            self._progress = Progress(phases, taps)
+            self._progress = Progress(phases, coverage.taps.values())
             self._watch = HangWatch(self._progress, Quorum("hang"), hang_timeout, on_hang)
 
     def enter(self, step: int) -> None:

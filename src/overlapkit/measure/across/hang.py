@@ -43,7 +43,7 @@ class HangReport:
     mismatch: Mismatch | None
 
     def __str__(self) -> str:
-        lines = [f"overlapkit: the job hangs: no rank has made progress for {self.waited_s:.0f} s"]
+        lines = [f"overlapkit: the job hangs: no rank has made progress for {self.waited_s:.1f} s"]
         if self.missing:
             who = f"rank{'s' if len(self.missing) > 1 else ''} {', '.join(map(str, self.missing[:8]))}"
             lines.append(f"  missing: {who}: {self.why}")
@@ -169,19 +169,19 @@ def _missing(
     if gone:
         rank = gone[0]
         fate = _fate(said[rank])
-        return gone, f"{said[rank].text}, not heard of for {silent[rank]:.0f} s: {fate}"
+        return gone, f"{said[rank].text}, not heard of for {silent[rank]:.1f} s: {fate}"
     front = max(where.position for where in said.values())
     left = [rank for rank, where in sorted(said.items()) if where.left and where.step <= front[0]]
     if left:
         return left, f"{said[left[0]].text}; others are in step {front[0]}: do all ranks make as many steps?"
     if mismatch is not None:
-        return list(mismatch.ranks), "it is in another collective than the others"
+        return list(mismatch.ranks), f"{said[mismatch.ranks[0]].text}, in another collective than the others"
     behind = _least({rank: where.position for rank, where in said.items()})
     if behind:
         return behind, f"{said[behind[0]].text}, where others have come further"
     fewer = _fewer_issued(issued)
     if fewer is not None:
-        return fewer
+        return fewer[0], f"{said[fewer[0][0]].text}; {fewer[1]}"
     odd = _odd({rank: innermost(one.stacks) for rank, one in told.items()})
     if odd:
         at = innermost(told[odd[0]].stacks)

@@ -8,7 +8,11 @@ from types import FrameType
 _DEEP = 30  # innermost frames of a thread that are shown
 _LONG = 16 * 1024  # characters in all
 
-_COMPILING = ("torch/_dynamo/convert_frame.py", "torch/_inductor/async_compile.py", "torch/_inductor/graph.py")
+_COMPILING = tuple(
+    f"torch/{name}.py" for name in ("_dynamo/convert_frame", "_inductor/async_compile", "_inductor/graph")
+)
+_OURS = ("overlapkit-watch", "overlapkit-beat", "overlapkit-ranks")  # they only wait, and tell nothing
+
 _BOUNDED = "overlapkit/checkpoint/"
 
 
@@ -24,7 +28,7 @@ def all_stacks(training: int | None) -> str:
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != training)
     parts = []
     for ident, frame in frames:
-        if ident == threading.get_ident():
+        if names.get(ident, "") in _OURS:
             continue
         mine = " (trains)" if ident == training else ""
         lines = [f"Thread {names.get(ident, 'without a name')}{mine}, most recent call first:"]
@@ -40,8 +44,8 @@ def all_stacks(training: int | None) -> str:
 class StackActivity:
     """Whether a thread still gets about: it is seen at places where it has not been since the last reset.
 
-    A thread that is blocked is seen at one place; one that polls in a loop soon has been everywhere in it. One
-    that compiles or reads a model comes to new places all the time.
+    A thread that is blocked is seen at one place; one that polls in a loop soon has been everywhere in it.
+    One that compiles or reads a model comes to new places all the time.
     """
 
     def __init__(self) -> None:
@@ -52,7 +56,7 @@ class StackActivity:
         self._seen.clear()
 
     def moved(self, thread: int | None) -> bool:
-        """Look where it is. True also inside torch.compile, and in our checkpointer, which bounds its waits."""
+        """Look where it is. True also within torch.compile, and in our checkpointer: its waits are bounded."""
         frame = sys._current_frames().get(thread) if thread is not None else None
         if frame is None:
             return False

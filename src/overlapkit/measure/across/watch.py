@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport, Testimony, hangs, make_report
 from overlapkit.measure.across.sequence import Issues, read_issues
@@ -70,7 +70,7 @@ class _Post:
         self.progress = progress
         self.stop = threading.Event()
         self._rank, self._world = quorum.rank, quorum.world
-        self._store: Any = quorum.store if quorum.store is not None else dist.HashStore()
+        self._store: Any = quorum.store if quorum.store is not None else HashStore()
         self._name = f"{quorum.name}/hang"
         self._timeout = timeout
         self._beat_s = min(max(timeout / 10, 0.05), 5.0)
@@ -150,7 +150,9 @@ class _Post:
             self._known.update(unknown)
         else:
             self._known.update(rank for rank in unknown if self._ask("check", [self._key(rank)]))
-        said = {rank: Where(**json.loads(text)) for rank, text in self._fetch("at", sorted(self._known)).items()}
+        said = {
+            rank: Where(**json.loads(text)) for rank, text in self._fetch("at", sorted(self._known)).items()
+        }
         now, silent = time.monotonic(), {}
         for rank, where in said.items():
             if self._heard.get(rank, (-1,))[0] != where.beat:
@@ -196,7 +198,7 @@ class _Post:
 
     def _alone(self, where: Where, deaf_s: float) -> HangReport:
         """What can be said without the others."""
-        why = f"the job's store has not answered for {deaf_s:.0f} s"
+        why = f"the job's store has not answered for {deaf_s:.1f} s"
         if self._error is not None:
             why = f"the job's store is gone ({self._error})"
         why += ": the host of rank 0, or of torchrun's rendezvous, is stopped, dead or cut off"

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,7 +55,9 @@ class Where:
         if self.left:
             return f"has closed its meter before step {self.step}"
         if not self.inside:
-            return f"before step {self.step}" + (" (input, or what stands between steps)" if self.step else "")
+            return f"before step {self.step}" + (
+                " (input, or what stands between steps)" if self.step else ""
+            )
         return f"step {self.step}, {'between the phases' if self.phase == 'inside' else self.phase}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,19 +74,19 @@ class Progress:
 
     Args:
         phases: Of the meter.
-        taps: Of the components that publish spans, for this alone.
+        taps: Of the components that publish spans.
         now: The clock, in seconds.
     """
 
     def __init__(
-        self, phases: Phases, taps: list[Tap], now: Callable[[], float] = time.monotonic
+        self, phases: Phases, taps: Iterable[Tap], now: Callable[[], float] = time.monotonic
     ) -> None:
         self.step = 0
         self.inside = False
         self.left = False
         self.thread: int | None = None
         self._phases = weakref.ref(phases)  # they keep the meter alive
-        self._taps = taps
+        self._taps = tuple(taps)
         self._now = now
         self._activity = StackActivity()
         self._seen: tuple[object, ...] | None = None
@@ -133,7 +135,7 @@ class Progress:
     def _spans_came(self) -> bool:
         came = False
         for tap in self._taps:
-            for span in tap.take():
+            for span in tap.peek():
                 came = True
                 if span.lane == "communication" and span.bytes is not None:
                     self._done = span.name
