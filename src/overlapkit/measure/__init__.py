@@ -1,6 +1,7 @@
 """Measurement: what each lane of a training step still exposes, and what would hide it."""
 
 from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport
+from overlapkit.measure.garbage import collect_garbage
 from overlapkit.measure.meter import StepMeter
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport
@@ -16,5 +17,6 @@ __all__ = [
     "StepReport",
     "TensorBoardWriter",
     "TraceError",
+    "collect_garbage",
     "explain",
 ]

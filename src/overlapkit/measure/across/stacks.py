@@ -56,7 +56,7 @@ class StackActivity:
         self._seen.clear()
 
     def moved(self, thread: int | None) -> bool:
-        """Look where it is. True also within torch.compile, and in our checkpointer: its waits are bounded."""
+        """Look where it is. True also within torch.compile, and our checkpointer: its waits are bounded."""
         frame = sys._current_frames().get(thread) if thread is not None else None
         if frame is None:
             return False
