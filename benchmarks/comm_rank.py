@@ -146,11 +146,11 @@ def bandwidth(nbytes: int) -> float:
     with socket.create_server((netlab.address(rank), _PROBE_PORT)) as server:
         dist.barrier()
         sender = threading.Thread(target=_send, args=((rank + 1) % world, nbytes))
-        start = time.perf_counter()
         sender.start()
         connection, _ = server.accept()
         with connection:
-            left = nbytes
+            left = nbytes - len(connection.recv(1))
+            start = time.perf_counter()
             while left:
                 left -= len(connection.recv(min(left, 1 << 20))) or _broken()
         took = time.perf_counter() - start
