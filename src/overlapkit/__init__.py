@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overlapkit import kernels
+    from overlapkit import kernels, plan
     from overlapkit.checkpoint import Checkpointer
     from overlapkit.input import DeviceLoader, ElasticSampler, Mixture, TokenShards, write_token_shards
     from overlapkit.measure import StepMeter, StepReport
     from overlapkit.optim import AdamW
-    from overlapkit.parallel import replicate, shard
+    from overlapkit.parallel import accumulate, replicate, shard
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,9 @@ __all__ = [
     "StepMeter",
     "StepReport",
     "TokenShards",
+    "accumulate",
     "kernels",
+    "plan",
     "replicate",
     "shard",
     "write_token_shards",
@@ -65,7 +67,9 @@ __getattr__ = _lazily(
         "StepMeter": "measure",
         "StepReport": "measure",
         "TokenShards": "input",
+        "accumulate": "parallel",
         "kernels": "kernels",
+        "plan": "plan",
         "replicate": "parallel",
         "shard": "parallel",
         "write_token_shards": "input",

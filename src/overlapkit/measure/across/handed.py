@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from overlapkit.measure.across.sequence import Issues
 from overlapkit.measure.arrival import Ints
 from overlapkit.measure.intervals import Intervals
 from overlapkit.measure.ledger import Trace
 from overlapkit.measure.record import Segment, StepRecord
-from overlapkit.measure.across.sequence import Issues
 
 LIMIT_BYTES = 16 * 1024
 """The most that a rank hands in for one window."""
@@ -32,7 +32,7 @@ _COLLECTIVES = 1000  # of a window
 _UNKNOWN = -1
 
 Key = tuple[str, int, str]
-"""A collective of a step: its name, the how many-th of that name, and its process group ("" for all ranks)."""
+"""A collective of a step: its name, the how many-th of that name, its process group ("" for all ranks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,9 @@ def _parts(record: StepRecord) -> list[int]:
 
 
 def _detail(trace: Trace) -> Detail:
-    spans = sorted((span for span in trace.collectives if span.bytes is not None), key=lambda span: span.start)
+    spans = sorted(
+        (span for span in trace.collectives if span.bytes is not None), key=lambda span: span.start
+    )
     zero = trace.segments[0].start
     turns: dict[tuple[str, str], int] = {}
     keys = []

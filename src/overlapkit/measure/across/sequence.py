@@ -6,6 +6,7 @@ operation, shapes and dtype, and costs the training thread nothing more.
 
 import contextlib
 import pickle
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from overlapkit.measure.arrival import Ints
 
 _KEPT = 1000  # of each process group, the latest
 _GROUPS = 8
+_LONG = 160  # characters of a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Issues:
     def from_dict(cls, data: dict[str, Any]) -> "Issues":
         """What `to_dict` made."""
         groups = {
-            group: (first, np.array(kinds, dtype=np.int64)) for group, (first, kinds) in data["groups"].items()
+            group: (first, np.array(kinds, dtype=np.int64))
+            for group, (first, kinds) in data["groups"].items()
         }
         return cls(tuple(data["kinds"]), groups, data["open"])
 
@@ -75,6 +78,11 @@ class Mismatch:
     ranks: tuple[int, ...]
     issued: str
     others: str
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Mismatch":
+        """What `dataclasses.asdict` made, after a journey as JSON."""
+        return cls(**{**data, "ranks": tuple(data["ranks"])})
 
     def __str__(self) -> str:
         who = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
@@ -112,7 +120,9 @@ def _entries() -> list[dict[str, Any]] | str:
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for dump in filter(None, dumps):
         with contextlib.suppress(RuntimeError, TypeError, KeyError):
-            for entry in pickle.loads(dump(True, False, False)).get("entries", ()):  # this process's own bytes
+            for entry in pickle.loads(dump(True, False, False)).get(
+                "entries", ()
+            ):  # this process's own bytes
                 if not entry.get("is_p2p"):
                     found[_group(entry["process_group"]), entry["collective_seq_id"]] = entry
     if found:
@@ -132,7 +142,10 @@ def _kind(entry: Mapping[str, Any]) -> str:
     alike = any(word in plain for word in ("reduce", "allgather", "broadcast"))
     if not alike or (plain.endswith("allgather") and len({tuple(size) for size in results}) > 1):
         return f"{operation} {dtypes}".strip()  # its shapes may differ from rank to rank
-    return f"{operation} {', '.join(str(tuple(size)) for size in sizes)} {dtypes}"
+    text = f"{operation} {', '.join(str(tuple(size)) for size in sizes)} {dtypes}"
+    if len(text) < _LONG:
+        return text
+    return f"{text[:_LONG]}... ({len(sizes)} tensors, {zlib.crc32(text.encode()):08x})"
 
 
 def find_mismatch(handed: Mapping[int, Issues]) -> Mismatch | None:
