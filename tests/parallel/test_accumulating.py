@@ -94,8 +94,8 @@ def test_the_gradient_is_that_of_one_big_batch(world: int):
         ranks = microbatches(world)
         truth, errors = big_batch(ranks), {}
         for name, wrap in WRAPPERS.items():
-            if name == "hybrid" and world != 4:
-                continue
+            if (name == "hybrid" and world != 4) or (world == 4 and name not in ("ours", "shard", "hybrid")):
+                continue  # what four ranks add is the 2-D mesh
             for defer in ("all", "all_reduce", "none"):
                 model = wrap(gpt().double())
                 for step in range(2):  # DDP rebuilds its buckets between the two
@@ -106,7 +106,7 @@ def test_the_gradient_is_that_of_one_big_batch(world: int):
         return errors
 
     for errors in run_ranks(world, job):
-        assert len(errors) >= 48
+        assert len(errors) == {1: 48, 2: 48, 4: 18}[world]
         for name, error in errors.items():
             assert error < 1e-15, name
 
@@ -281,18 +281,13 @@ def test_a_loop_that_is_left_leaves_nothing_behind():
     def job(rank: int) -> None:
         ranks = microbatches(4)
         truth = big_batch(ranks)
-        for name in ("ours", "shard, kept", "fully_shard", "hybrid", "hybrid before torch 2.13"):
+        for name in ("ours", "shard, kept", "hybrid", "hybrid before torch 2.13"):
             if name not in WRAPPERS and hasattr(FSDPModule, "reset_iter_state"):
                 del FSDPModule.reset_iter_state
             model = WRAPPERS[name.split(" before")[0]](gpt().double())
             loss_of(model, ranks[rank][0]).backward()
             before = _switches(model)
-            for how, defer in (
-                ("break", "all"),
-                ("raise", "all"),
-                ("break", "all_reduce"),
-                ("raise", "none"),
-            ):
+            for how, defer in (("break", "all"), ("raise", "all_reduce")):
                 with pytest.warns(UserWarning, match="left at microbatch 2 of 3"), suppress(_Stop):
                     leave(model, ranks[rank], how, defer)
                 assert _switches(model) == before, (name, how)
