@@ -137,7 +137,7 @@ def _note_latest(seen: dict[int, list[tuple[int, float, str]]], part: _Part, las
 
 
 def _first(seen: list[tuple[int, float, str]]) -> str:
-    """The earliest of those that were about as late as the latest: what follows is late for the same reason."""
+    """The earliest of those that were about as late as the latest: what follows is late for its sake."""
     most = max(wait for _, wait, _ in seen)
     return min(one for one in seen if one[1] >= _MOST * most)[2]
 
