@@ -44,6 +44,10 @@ def explain(
     plot: Annotated[
         str | None, typer.Option(help="Draw the lanes of the first rank's last steps into this PNG.")
     ] = None,
+    perfetto: Annotated[
+        str | None,
+        typer.Option(help="Write the lanes of all ranks' last steps, on one clock, for ui.perfetto.dev."),
+    ] = None,
 ) -> None:
     """Say what profiler traces expose: lanes, seven answers, the late rank, and what to change."""
     with _exit_status():
@@ -54,6 +58,8 @@ def explain(
             report = read(trace, progress=progress)
         if plot is not None:
             report.plot(plot, steps=min(8, report.steps))
+        if perfetto is not None:
+            report.to_perfetto(perfetto)
         if as_json:
             tables.print_json(report.to_dict())
         else:

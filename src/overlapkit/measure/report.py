@@ -15,9 +15,11 @@ from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.draw import save_drawing
 from overlapkit.measure.ledger import Ledger, Trace
 from overlapkit.measure.memory import Peak
+from overlapkit.measure.perfetto import Rank, save_perfetto
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.render import render, sentence
 from overlapkit.measure.summary import PartSummary, Window
+from overlapkit.measure.written import replacing
 from overlapkit.span import Span
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ class StepReport:
             "answers": [asdict(one) for one in self.answers],
             "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],
             "ranks": None if self.ranks is None else self.ranks.to_dict(),
-            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            "versions": _versions(),
             **({"detail": self.detail.to_dict()} if self.detail is not None else {}),
             **(self.trace.to_dict() if self.trace is not None else {}),
         }
@@ -113,8 +115,33 @@ class StepReport:
         """
         _check_path(path)
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        with replacing(path) as file:
+            file.write(text.encode() + b"\n")
+
+    def to_perfetto(self, path: str | PathLike[str]) -> None:
+        """Write the steps as a trace for ui.perfetto.dev (Chrome's trace events); packed if named .gz.
+
+        One process a rank (all ranks of an explained trace, on one clock), one track a lane; what a step
+        stood still for is on a track of its own beneath. Of a meter the steps of this report, at most the
+        last 100; of a trace its last 8 steps.
+
+        Raises:
+            TypeError: `path` is no path.
+            ValueError: No step has been recorded.
+            OSError: The file cannot be written; what was there is as it was.
+        """
+        _check_path(path)
+        if not self._traces:
+            raise ValueError("no step has been recorded yet: there is nothing to write")
+        save_perfetto(path, self._ranks(), {"verdict": self.verdict, **_versions()})
+
+    def _ranks(self) -> list[Rank]:
+        if self.trace is not None and self.traced_step is None:
+            return self.trace.shown()
+        first = self.first_step or 0
+        traces = [trace for trace in self._traces if trace.index >= first]
+        name = f"rank {self.rank} of {self.world} on {self.device}"
+        return [Rank(self.rank, name, traces, self._spans, self.records)]
 
     def plot(self, path: str | PathLike[str], *, steps: int = 3) -> None:
         """Draw the lanes over time for the last few steps, exposed parts marked, as PNG.
@@ -141,6 +168,10 @@ class StepReport:
             if (part := self.parts[lane]).mean_ms is None
         }
         save_drawing(path, self._traces[-steps:], self._spans, notes)
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": str(torch.__version__)}
 
 
 def _check_path(path: object) -> None:
