@@ -195,8 +195,28 @@ class SpanLog:
             self._pending.append(pending)
 
     def mark(self, stream: torch.cuda.Stream) -> Mark:
-        """Mark what `stream` has been given so far, for `stream(ready=)`."""
+        """Mark what `stream` has been given so far, for one `stream(ready=)` or `between`."""
         return self._clock(stream).mark(stream)
+
+    def between(
+        self,
+        lane: str,
+        name: str,
+        stream: torch.cuda.Stream,
+        ends: tuple[Mark, Mark],
+        *,
+        bytes: int | None = None,
+        exposed: bool = False,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
+        """Record what lies between two marks of the stream's device; nothing where the first is passed last.
+
+        So a wait lies between a mark of the stream that waits and one of the stream that is waited for.
+        """
+        start, end = ends
+        pending = _Pending(lane, name, self._clock(stream), start, bytes, exposed, None, parameters)
+        pending.end = end
+        self._pending.append(pending)
 
     def take(self) -> list[Span]:
         """The spans finished since the last call, by start. Never waits for a device."""
@@ -205,7 +225,7 @@ class SpanLog:
             span = pending.resolve()
             if span is None:
                 still.append(pending)
-            else:
+            elif span.end >= span.start:
                 taken.append(span)
         self._pending.extend(still)
         taken += _drained(self._spans)
