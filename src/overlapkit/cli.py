@@ -1,4 +1,4 @@
-"""The command line: `overlapkit checkpoint ls|show|verify|diff|export|import`, `explain` and `doctor`.
+"""The command line: `overlapkit checkpoint ls|show|verify|diff|export|import`, `compare`, `doctor`, `explain`.
 
 Exit status: 0 all is well, 1 a checkpoint or trace is damaged, two checkpoints differ or the doctor found
 something weak (or the work failed), 2 wrong usage.
@@ -67,6 +67,24 @@ def explain(
             tables.print_json(report.to_dict())
         else:
             print(report)
+
+
+@app.command(epilog="Exit status: 0 compared (whatever it shows), 1 a file cannot be read, 2 wrong usage.")
+def compare(
+    before: Annotated[str, typer.Argument(help="What StepReport.save or `explain --json` wrote.")],
+    after: Annotated[str, typer.Argument(help="Likewise, of the other run.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two saved reports: what became faster or slower by more than noise, and which findings."""
+    with _exit_status():
+        from overlapkit.checkpoint import tables
+        from overlapkit.measure import StepReport
+
+        found = StepReport.compare(before, after)
+        if as_json:
+            tables.print_json(found.to_dict())
+        else:
+            print(found)
 
 
 @checkpoint.command()

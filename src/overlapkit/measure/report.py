@@ -11,10 +11,12 @@ import torch
 from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.advice import Finding, find
 from overlapkit.measure.answers import Answer, answer
+from overlapkit.measure.compare import Comparison, Given, compare
 from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.draw import save_drawing
 from overlapkit.measure.ledger import Ledger, Trace
 from overlapkit.measure.memory import Peak
+from overlapkit.measure.noise import standard_error
 from overlapkit.measure.perfetto import Rank, save_perfetto
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.render import render, sentence
@@ -89,6 +91,7 @@ class StepReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: every field but the records, the verdict, and the versions it was made with.
 
+        `error_ms` has the standard error of each mean, for `compare`.
         Of a trace also `lanes_us` of the whole, `per_step`, `per_rank` and `arrivals`, in microseconds.
         """
         names = ("steps", "first_step", "last_step", "device", "rank", "world", "period_ms", "exposed_share")
@@ -98,6 +101,7 @@ class StepReport:
             "traced_step": self.traced_step,
             "trace_note": self.trace_note,
             "parts": {name: asdict(part) for name, part in self.parts.items()},
+            "error_ms": self._errors(),
             "answers": [asdict(one) for one in self.answers],
             "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],
             "ranks": None if self.ranks is None else self.ranks.to_dict(),
@@ -105,6 +109,36 @@ class StepReport:
             **({"detail": self.detail.to_dict()} if self.detail is not None else {}),
             **(self.trace.to_dict() if self.trace is not None else {}),
         }
+
+    def _errors(self) -> dict[str, float | None]:
+        fields = {"step": "period", **{part: part for part in self.parts}}
+        errors: dict[str, float | None] = {}
+        for name, field_ in fields.items():
+            times = [time / 1e6 for one in self.records if (time := getattr(one, field_, None)) is not None]
+            errors[name] = standard_error(times)
+        return errors
+
+    @staticmethod
+    def compare(before: Given, after: Given) -> Comparison:
+        """What became faster or slower from one report to another, and which findings are gone or new.
+
+        A difference counts where it is more than chance makes of the spread of the steps (once in a thousand
+        times), and more than 1 % of the step. What differs from run to run but not within one (another
+        node, a neighbour) is not in that spread.
+
+        Args:
+            before: A report, its `to_dict()`, or the name of the file that `save()` wrote.
+            after: Likewise.
+
+        Returns:
+            `str()` of it is a sentence and a table; `to_dict()` is plain JSON.
+
+        Raises:
+            TypeError: An argument is something else.
+            ValueError: A file holds no report, or a report covers no step.
+            OSError: A file cannot be read.
+        """
+        return compare(before, after)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write `to_dict()` as JSON.
