@@ -1,4 +1,4 @@
-"""The command line: `overlapkit checkpoint ls|show|verify|diff|export|import`, `compare`, `doctor`, `explain`.
+"""Command line: `overlapkit checkpoint ls|show|verify|diff|export|import`, `compare`, `doctor`, `explain`.
 
 Exit status: 0 all is well, 1 a checkpoint or trace is damaged, two checkpoints differ or the doctor found
 something weak (or the work failed), 2 wrong usage.

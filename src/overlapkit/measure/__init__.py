@@ -2,6 +2,7 @@
 
 from overlapkit.measure.compare import Comparison
 from overlapkit.measure.meter import StepMeter
+from overlapkit.measure.progress import ProgressLine
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport
 from overlapkit.measure.tensorboard import TensorBoardWriter
@@ -10,6 +11,7 @@ from overlapkit.measure.traces.opening import TraceError
 
 __all__ = [
     "Comparison",
+    "ProgressLine",
     "StepMeter",
     "StepRecord",
     "StepReport",
