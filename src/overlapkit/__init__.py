@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overlapkit import kernels
+    from overlapkit import kernels, plan
     from overlapkit.checkpoint import Checkpointer
     from overlapkit.input import DeviceLoader, ElasticSampler, Mixture, TokenShards, write_token_shards
-    from overlapkit.measure import StepMeter, StepReport
+    from overlapkit.measure import StepMeter, StepReport, collect_garbage
     from overlapkit.optim import AdamW
     from overlapkit.parallel import accumulate, replicate, shard
 
@@ -29,7 +29,9 @@ __all__ = [
     "StepReport",
     "TokenShards",
     "accumulate",
+    "collect_garbage",
     "kernels",
+    "plan",
     "replicate",
     "shard",
     "write_token_shards",
@@ -67,7 +69,9 @@ __getattr__ = _lazily(
         "StepReport": "measure",
         "TokenShards": "input",
         "accumulate": "parallel",
+        "collect_garbage": "measure",
         "kernels": "kernels",
+        "plan": "plan",
         "replicate": "parallel",
         "shard": "parallel",
         "write_token_shards": "input",

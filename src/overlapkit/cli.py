@@ -1,4 +1,4 @@
-"""Command line: `overlapkit checkpoint ls|show|verify|diff|export|import`, `compare`, `doctor`, `explain`.
+"""The command line: `overlapkit checkpoint ls|show|...`, `compare`, `doctor`, `explain` and `plan`.
 
 Exit status: 0 all is well, 1 a checkpoint or trace is damaged, two checkpoints differ or the doctor found
 something weak (or the work failed), 2 wrong usage.
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from overlapkit import cli_doctor
+from overlapkit import cli_doctor, cli_plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 checkpoint = typer.Typer(
@@ -310,6 +310,7 @@ def _guarded(command: Callable[..., bool]) -> Callable[..., None]:
 
 
 app.command(epilog=cli_doctor.EXIT_STATUS)(_guarded(cli_doctor.doctor))
+app.command(epilog=cli_plan.EXIT_STATUS)(_guarded(cli_plan.plan))
 
 
 def main() -> None:
