@@ -25,7 +25,7 @@ def run(timeout: float) -> None:
         timeout=timedelta(seconds=timeout),
     )
     with group(place, store, timeout) as device:
-        quorum = Quorum("doctor", timeout)
+        quorum = Quorum("doctor", timeout if place.rank == 0 else 2 * timeout)
         plan = Plan.usual(device == "cuda")
         figures = measure(quorum, Wire(device, timeout), plan, lambda *step: _say(place, {"progress": step}))
         _say(place, {"figures": figures})
