@@ -16,12 +16,12 @@ from overlapkit.doctor.line import Line, merged
 from overlapkit.doctor.link.group import group
 from overlapkit.doctor.link.judge import judge
 from overlapkit.doctor.link.local import measure_locally
-from overlapkit.doctor.link.measure import Figures, measure
+from overlapkit.doctor.link.measure import Figures, measure, quorum_of
 from overlapkit.doctor.link.measures import Measures, Plan, Wire
 from overlapkit.doctor.machine import Machine, Unreadable
 from overlapkit.doctor.subject import Place, Subject, Torch
 from overlapkit.doctor.watch import Watch
-from overlapkit.quorum import Quorum, RankFailed
+from overlapkit.quorum import RankFailed
 
 Progress = Callable[[int, int, str], None]
 
@@ -215,8 +215,7 @@ def _links(
     """The tree on rank 0; what failed on every rank."""
     try:
         with group(subject.place, all_ranks.store, timeout) as device:
-            # rank 0 names who is absent; the others wait for it to do so
-            quorum = Quorum("doctor", timeout if subject.place.rank == 0 else 2 * timeout)
+            quorum = quorum_of(subject.place.rank, timeout)
             figures: Figures = measure(
                 quorum, tools.wire(device, timeout), tools.plan(device == "cuda"), progress
             )

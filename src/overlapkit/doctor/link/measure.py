@@ -55,6 +55,14 @@ def measure(quorum: Quorum, measures: Measures, plan: Plan, progress: Progress |
     return found | work
 
 
+def quorum_of(rank: int, timeout: float) -> Quorum:
+    """All ranks of the process group, of which rank 0 names who is absent.
+
+    The others wait for that: rank 0 may first wait for a collective to be given up, then for their reports.
+    """
+    return Quorum("doctor", timeout if rank == 0 else 3 * timeout)
+
+
 def _tried(work: Callable[[], Report]) -> Report:
     """Its report, or its error as one: that a rank's partner is gone says less than who is."""
     try:
