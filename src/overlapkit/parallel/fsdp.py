@@ -1,21 +1,24 @@
 """`shard`: FSDP2 with units found by structure, explicit prefetch, and spans of every collective."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn as nn
 
+from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
-from overlapkit.parallel.preconditions import check_unbuilt
-from overlapkit.parallel.shard_plan import ShardPlan
+from overlapkit.parallel.forward_only import prefetch_in_forward
+from overlapkit.parallel.offload import resolve_offload
+from overlapkit.parallel.preconditions import check_holders
+from overlapkit.parallel.shard_plan import ShardPlan, fill
 from overlapkit.parallel.sharding import Sharding
 from overlapkit.parallel.units import Unit, prefetch_order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,19 +35,19 @@ def shard(
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
     reshard: bool | int | str = "auto",
-    recompute: None = None,
-    compile_blocks: bool = False,
-    offload: bool = False,
+    recompute: str | None = None,
+    compile_blocks: bool | Mapping[str, Any] = False,
+    offload: "bool | OffloadPolicy" = False,
     ignored: Iterable[Any] = (),
 ) -> M:
-    """Shard a model over the ranks of a mesh with FSDP2, in place, and return it.
+    """Recompute, compile and shard a model over the ranks of a mesh with FSDP2, in place, and return it.
 
     Call it before the optimizer is made, with the same weights on every rank (seed alike): each rank
     keeps its part of its own weights, nothing is broadcast. Parameters are moved to the mesh's device,
     as fully_shard does. `describe` shows what will happen.
 
-    A process without a process group (no torchrun) has nobody to share with: the model comes back
-    unchanged, so that one script serves one process and many.
+    A process without a process group (no torchrun) has nobody to share with: only recomputation and
+    compilation are applied then, so that one script serves one process and many.
 
     The model gets an attribute `timings`: a callable that returns the `Span`s of the collectives that
     finished since its last call. An all-gather's or reduce-scatter's span has its bytes and its unit's
@@ -68,9 +71,11 @@ def shard(
             are; the projection, needed first in backward, and the root are not (and are freed after a
             forward without gradients). True or False: all units alike. A number: blocks stay gathered
             among that many ranks. Without a process group nothing is freed, and any of these is right.
-        recompute: Not there yet.
-        compile_blocks: Not there yet; call `block.compile()` on each block before this.
-        offload: Not there yet.
+        recompute: "none", "full", "every:N" or "selective": see `recompute`. Each unit is gathered as often
+            as without.
+        compile_blocks: True, or a dict of torch.compile's keyword arguments: see `compile_blocks`.
+        offload: True to keep parameters, gradients and so optimizer state in host memory, pinned where the
+            mesh is on a GPU, or an OffloadPolicy. Clipping then needs a process group with a CPU backend.
         ignored: Parameters, modules or names of either that stay as they are: not sharded, moved, or
             reduced.
 
@@ -81,7 +86,9 @@ def shard(
         NotImplementedError: An option that is not there yet is set, or the model is on the meta device
             or tensor-parallel.
     """
-    check_unbuilt(recompute=recompute, compile_blocks=compile_blocks, offload=offload)
+    policy = fill(plan, recompute=(recompute, None))["recompute"]
+    recomputing.parse_policy(policy)
+    compiling.parse_options(compile_blocks)
     sharding = Sharding.of(
         "shard",
         model,
@@ -94,17 +101,21 @@ def shard(
         reshard=reshard,
         ignored=ignored,
     )
-    if sharding.mesh is None:
-        if mp_policy is not None:
-            raise ValueError(
-                f"mp_policy={mp_policy!r} needs a process group, and this process has none: launch with "
-                "torchrun (--nproc-per-node 1 for one), or use torch.autocast"
-            )
-        return model
-    if hasattr(model, "timings"):
+    offload_policy = resolve_offload(offload, sharding.mesh)
+    check_holders(model, "shard")
+    if sharding.mesh is None and mp_policy is not None:
+        raise ValueError(
+            f"mp_policy={mp_policy!r} needs a process group, and this process has none: launch with "
+            "torchrun (--nproc-per-node 1 for one), or use torch.autocast"
+        )
+    if sharding.mesh is not None and hasattr(model, "timings"):
         raise ValueError("model has an attribute 'timings' already: rename it, shard puts its own there")
     description = sharding.description()
-    _apply(sharding)
+    recomputing.recompute(model, policy)
+    compiling.compile_blocks(model, compile_blocks)
+    if sharding.mesh is None:
+        return model
+    _apply(sharding, offload_policy)
     if sharding.freed_after_inference:
         _free_after_inference(model, sharding.freed_after_inference)
     _done[model] = description
@@ -157,8 +168,8 @@ def describe(
     ).description()
 
 
-def _apply(sharding: Sharding) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def _apply(sharding: Sharding, offload: "OffloadPolicy | None") -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Inner before outer: a call takes what no earlier call has taken.
     for unit in sorted(sharding.units, key=_size):
@@ -167,6 +178,7 @@ def _apply(sharding: Sharding) -> None:
             mesh=sharding.mesh,
             reshard_after_forward=unit.reshard,
             mp_policy=sharding.policy or MixedPrecisionPolicy(),
+            offload_policy=offload or OffloadPolicy(),
             ignored_params=sharding.ignored or None,
         )
         if unit.reshard and not unit.regathers:
@@ -187,9 +199,12 @@ def _first(unit: Unit) -> "FSDPModule":
 
 def _set_prefetch(sharding: Sharding) -> None:
     order = prefetch_order(sharding.units, sharding.forward_prefetch, sharding.backward_prefetch)
-    for unit, (ahead, behind) in zip(sharding.units, order, strict=True):
-        if ahead:
-            _first(unit).set_modules_to_forward_prefetch([_first(sharding.units[place]) for place in ahead])
+    first = [_first(unit) for unit in sharding.units]
+    prefetch_in_forward(
+        sharding.model,
+        [(first[place], [first[n] for n in ahead]) for place, (ahead, _) in enumerate(order) if ahead],
+    )
+    for unit, (_, behind) in zip(sharding.units, order, strict=True):
         # An empty list would mean FSDP2's own choice; a unit that prefetches itself does nothing.
         _first(unit).set_modules_to_backward_prefetch(
             [_first(sharding.units[place]) for place in behind] or [_first(unit)]
