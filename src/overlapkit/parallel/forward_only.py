@@ -10,9 +10,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def prefetch_in_forward(
-    model: nn.Module, order: Sequence[tuple["FSDPModule", list["FSDPModule"]]]
-) -> None:
+def prefetch_in_forward(model: nn.Module, order: Sequence[tuple["FSDPModule", list["FSDPModule"]]]) -> None:
     """Let units prefetch in forward, and not where recomputation runs their forward again in backward.
 
     There the units that follow were used and freed already: a prefetch would gather them once more, for

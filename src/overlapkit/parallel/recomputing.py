@@ -147,7 +147,9 @@ class _Statistics:
 def _refuse(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
     """What would be recomputed twice, or too late."""
     for name, module in model.named_modules():
-        if type(module).__name__ == "CheckpointWrapper" or isinstance(vars(module).get("forward"), Recomputed):
+        if type(module).__name__ == "CheckpointWrapper" or isinstance(
+            vars(module).get("forward"), Recomputed
+        ):
             raise ValueError(f"model.{name} recomputes already: choose one way, once")
         if getattr(module, "gradient_checkpointing", False) is True:
             where = f"model.{name}" if name else "model"
