@@ -32,6 +32,7 @@ class Span(NamedTuple):
         ready: Of a collective, when this rank had all that it gives to it (same clock as `start`, which may
             be later: when the collective began to run); None where it is not known or means nothing.
         parameters: Of a collective, the names of the parameters that it gathers or reduces.
+        group: Of a collective, the name of its process group where not all ranks of the job take part.
     """
 
     lane: str
@@ -43,6 +44,7 @@ class Span(NamedTuple):
     device: bool = False
     ready: int | None = None
     parameters: tuple[str, ...] = ()
+    group: str = ""
 
 
 @dataclass(slots=True)
@@ -98,7 +100,7 @@ class DeviceClock:
 
 @dataclass(slots=True)
 class _Pending:
-    """A device span whose end has not been seen to be passed."""
+    """A device span whose end has not been seen to be passed. Its marks are its own."""
 
     lane: str
     name: str
@@ -106,16 +108,20 @@ class _Pending:
     start: Mark
     bytes: int | None
     exposed: bool
+    ready: Mark | None = None
+    parameters: tuple[str, ...] = ()
     end: Mark = field(init=False)
 
     def resolve(self) -> Span | None:
-        end = self.clock.time(self.end)
-        start = None if end is None else self.clock.time(self.start)
-        if start is None or end is None:
+        marks = (self.start, self.end) if self.ready is None else (self.start, self.end, self.ready)
+        times = [time for mark in marks if (time := self.clock.time(mark)) is not None]
+        if len(times) < len(marks):
             return None
-        self.clock.release(self.start)
-        self.clock.release(self.end)
-        return Span(self.lane, self.name, start, end, self.bytes, self.exposed, device=True)
+        for mark in marks:
+            self.clock.release(mark)
+        start, end, *ready = times
+        head = (self.lane, self.name, start, end, self.bytes, self.exposed)
+        return Span(*head, device=True, ready=ready[0] if ready else None, parameters=self.parameters)
 
 
 class _HostSpan:
@@ -173,15 +179,44 @@ class SpanLog:
         *,
         bytes: int | None = None,
         exposed: bool = False,
+        ready: Mark | None = None,
+        parameters: tuple[str, ...] = (),
     ) -> Iterator[None]:
-        """Time what the body queues on a CUDA stream, by two events on that stream."""
+        """Time what the body queues on a CUDA stream, by two events on that stream.
+
+        A mark given as `ready` belongs to this span alone.
+        """
         clock = self._clock(stream)
-        pending = _Pending(lane, name, clock, clock.mark(stream), bytes, exposed)
+        pending = _Pending(lane, name, clock, clock.mark(stream), bytes, exposed, ready, parameters)
         try:
             yield
         finally:
             pending.end = clock.mark(stream)
             self._pending.append(pending)
+
+    def mark(self, stream: torch.cuda.Stream) -> Mark:
+        """Mark the point that a CUDA stream has been given work up to, for one `between` or `ready`."""
+        return self._clock(stream).mark(stream)
+
+    def between(
+        self,
+        lane: str,
+        name: str,
+        stream: torch.cuda.Stream,
+        start: Mark,
+        end: Mark,
+        *,
+        bytes: int | None = None,
+        exposed: bool = False,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
+        """Record what lies between two marks of a CUDA device; nothing where the first is passed last.
+
+        So a wait is a stream's mark before it, and a mark where what it waits for ends on its own stream.
+        """
+        pending = _Pending(lane, name, self._clock(stream), start, bytes, exposed, None, parameters)
+        pending.end = end
+        self._pending.append(pending)
 
     def take(self) -> list[Span]:
         """The spans finished since the last call, by start. Never waits for a device."""
@@ -190,7 +225,7 @@ class SpanLog:
             span = pending.resolve()
             if span is None:
                 still.append(pending)
-            else:
+            elif span.end >= span.start:
                 taken.append(span)
         self._pending.extend(still)
         taken += _drained(self._spans)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from overlapkit.device import rank_and_world
+from overlapkit.measure.across.companion import Across
 from overlapkit.measure.arguments import check_count, check_options, check_parts, check_tokens, device_of
 from overlapkit.measure.clock import Clock, clock_of
 from overlapkit.measure.companion import Companion
@@ -93,8 +94,9 @@ class StepMeter:
         self._index = 0  # of the step that is on, or of the next one
         self._recorded = 0
         self._closed = False
-        self._companions: list[Companion] = []  # first in, first told
         self._phases = Phases(model, optimizer, self._look)
+        self._across = Across(self._ledger, every)
+        self._companions: list[Companion] = [self._across]  # first in, first told
 
     @property
     def last(self) -> StepRecord | None:
@@ -159,15 +161,21 @@ class StepMeter:
     def report(self, window: int = _WINDOW) -> StepReport:
         """The seven answers over the last `window` records.
 
-        The very first step is left out where there are others: it pays for what happens once.
+        The very first step is left out where there are others: it pays for what happens once. Ranks are
+        compared each 20 steps, beside the training; a window that is complete here is waited for, 1 s at
+        most, so any rank may call this alone.
 
         Raises:
             TypeError: `window` is not an int.
             ValueError: `window` is below 1.
         """
         check_count("window", window)
+        return self._report(window, patience=1.0)
+
+    def _report(self, window: int, patience: float) -> StepReport:
         self._recorded += self._ledger.settle()
-        return make_report(self._ledger, window, self._peaks.top if self._peaks else None, self._rank)
+        peak = self._peaks.top if self._peaks else None
+        return make_report(self._ledger, window, peak, self._rank, self._across.ranks(patience))
 
     def close(self) -> None:
         """Take every hook off. Records and report() stay; step() is an error afterwards."""
@@ -175,9 +183,9 @@ class StepMeter:
             return
         self._closed = True
         self._phases.remove()
+        self._recorded += self._ledger.settle()
         for companion in self._companions:
             companion.close()
-        self._recorded += self._ledger.settle()
         self._ledger.coverage.close()
 
     def _turn(self, kind: str) -> None:
@@ -244,7 +252,7 @@ class StepMeter:
         due = self._recorded // _WINDOW
         self._recorded += self._ledger.settle()
         if self._on_report and self._recorded // _WINDOW > due:
-            report = self.report()
+            report = self._report(_WINDOW, patience=0.0)
             for tell in self._on_report:
                 tell(report)
 

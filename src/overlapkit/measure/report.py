@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.advice import Finding, find
 from overlapkit.measure.answers import Answer, answer
 from overlapkit.measure.detail import StepDetail
@@ -32,7 +33,7 @@ class StepReport:
         first_step: Index of the first of them, or None.
         last_step: Index of the last, or None.
         device: Whose clock timed the phases.
-        rank: Of this process; every rank reports for itself.
+        rank: Of this process; every rank reports for itself, and all that `ranks` holds.
         world: Number of ranks.
         period_ms: Mean milliseconds a step.
         exposed_share: Share of the time in which steps stood still for transfer, communication,
@@ -44,6 +45,8 @@ class StepReport:
         answers: The seven, in order.
         findings: What is worth mending, the costliest first; empty where all is well.
         detail: What lies within the parts: buckets, units, microbatches, saves and so on.
+        ranks: All ranks side by side: median, worst and skew of each part, who came late, whose collectives
+            differ. None where they were not compared; answer 5 says why.
         records: The steps themselves.
         trace: What `explain()` found beside: the lanes of the whole trace, of each step and of each rank.
     """
@@ -66,6 +69,7 @@ class StepReport:
     _spans: tuple[Span, ...] = field(repr=False)
     trace: "TraceDetail | None" = field(default=None, repr=False)
     detail: StepDetail | None = field(default=None, repr=False)
+    ranks: Ranks | None = None
 
     def __str__(self) -> str:
         return render(self)
@@ -87,6 +91,7 @@ class StepReport:
             "parts": {name: asdict(part) for name, part in self.parts.items()},
             "answers": [asdict(one) for one in self.answers],
             "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],
+            "ranks": None if self.ranks is None else self.ranks.to_dict(),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             **({"detail": self.detail.to_dict()} if self.detail is not None else {}),
             **(self.trace.to_dict() if self.trace is not None else {}),
@@ -136,9 +141,19 @@ def _check_path(path: object) -> None:
         raise TypeError(f"path={path!r}: give the name of a file, as a str or a pathlib.Path")
 
 
-def make_report(ledger: Ledger, window: int, peak: Peak | None, rank: int) -> StepReport:
-    """Look back over the last `window` records."""
-    seen = Window(ledger, window)
+def make_report(
+    ledger: Ledger, window: int, peak: Peak | None, rank: int, ranks: Ranks | str = "not compared"
+) -> StepReport:
+    """Look back over the last `window` records.
+
+    Args:
+        ledger: Of the meter.
+        window: How many records.
+        peak: Of memory.
+        rank: Of this process.
+        ranks: All ranks compared, or why they are not.
+    """
+    seen = Window(ledger, window, ranks)
     records = tuple(seen.records)
     findings = find(seen)
     return StepReport(
@@ -159,4 +174,5 @@ def make_report(ledger: Ledger, window: int, peak: Peak | None, rank: int) -> St
         _traces=tuple(seen.traces),
         _spans=tuple(seen.spans),
         detail=StepDetail(),
+        ranks=ranks if isinstance(ranks, Ranks) else None,
     )

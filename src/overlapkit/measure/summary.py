@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.ledger import Ledger, Trace
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.sources import Coverage
@@ -43,9 +44,11 @@ class Window:
     Args:
         ledger: Where they come from.
         steps: How many records; step 0 is left out where there are others.
+        ranks: All ranks compared, or why they are not.
     """
 
-    def __init__(self, ledger: Ledger, steps: int) -> None:
+    def __init__(self, ledger: Ledger, steps: int, ranks: Ranks | str = "not compared") -> None:
+        self.ranks = ranks
         with ledger.lock:
             records = list(ledger.records)[-steps:]
             self.traces: list[Trace] = list(ledger.traces)[-steps:]
