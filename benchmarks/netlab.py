@@ -2,11 +2,11 @@
 
     sudo python benchmarks/netlab.py --hosts 2 --mbit 1000 train.py --its-options
 
-A host is a network namespace, joined to a switch (a bridge in a namespace of its own) by a veth pair whose two
-ends send at most `mbit` each (tc tbf), so that a host sends and receives at that rate at the same time. One
-rank runs on each, as torchrun would start it: RANK, WORLD_SIZE, MASTER_ADDR ... in the environment, gloo told
-which interface to take. Nothing is changed outside these namespaces. They are gone when the block ends, by an
-error, Ctrl-C or SIGTERM, too; what a killed run left is swept by the next one. Needs root and iproute2.
+A host is a network namespace, joined to a switch (a bridge in a namespace of its own) by a veth pair whose
+two ends send at most `mbit` each (tc tbf), so that a host sends and receives at that rate at the same time.
+One rank runs on each, as torchrun would start it: RANK, WORLD_SIZE, MASTER_ADDR ... in the environment, gloo
+told which interface to take. Nothing is changed outside these namespaces. They are gone when the block ends,
+by an error, Ctrl-C or SIGTERM, too; what a killed run left is swept by the next one. Needs root and iproute2.
 """
 
 import argparse
@@ -167,12 +167,17 @@ class Lab:
 
     def _wait(self, timeout: float, files: list[Path]) -> None:
         deadline = time.monotonic() + timeout
-        while None in (codes := [process.poll() for process in self._running]) and time.monotonic() < deadline:
+        while (
+            None in (codes := [process.poll() for process in self._running]) and time.monotonic() < deadline
+        ):
             if any(codes):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)  # for the others' own words
             time.sleep(0.02)
-        wrong = [(rank, "not done in time" if code is None else f"exit code {code}")
-                 for rank, code in enumerate(codes) if code != 0]
+        wrong = [
+            (rank, "not done in time" if code is None else f"exit code {code}")
+            for rank, code in enumerate(codes)
+            if code != 0
+        ]
         if wrong:
             wrong.sort(key=lambda one: one[1] == "not done in time")
             said = "\n".join(f"--- rank {r}: {why} ---\n{files[r].read_text()[-4000:]}" for r, why in wrong)
@@ -255,7 +260,9 @@ def _uninterrupted() -> Iterator[None]:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--hosts", type=int, default=2, help="how many, with one rank each")
-    options.add_argument("--mbit", type=float, default=1000.0, help="what each may send and receive, in Mbit/s")
+    options.add_argument(
+        "--mbit", type=float, default=1000.0, help="what each may send and receive, in Mbit/s"
+    )
     options.add_argument("--timeout", type=float, default=600.0, help="seconds until all ranks must be done")
     options.add_argument("--sweep", action="store_true", help="only remove what killed runs left")
     options.add_argument("script", nargs="?", help="a Python script")

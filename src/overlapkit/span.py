@@ -100,7 +100,7 @@ class DeviceClock:
 
 @dataclass(slots=True)
 class _Pending:
-    """A device span whose end has not been seen to be passed. Its marks are its own."""
+    """A device span whose end has not been seen to be passed."""
 
     lane: str
     name: str
@@ -108,20 +108,20 @@ class _Pending:
     start: Mark
     bytes: int | None
     exposed: bool
-    ready: Mark | None = None
-    parameters: tuple[str, ...] = ()
+    ready: Mark | None
+    parameters: tuple[str, ...]
     end: Mark = field(init=False)
 
     def resolve(self) -> Span | None:
-        marks = (self.start, self.end) if self.ready is None else (self.start, self.end, self.ready)
-        times = [time for mark in marks if (time := self.clock.time(mark)) is not None]
-        if len(times) < len(marks):
+        marks = [mark for mark in (self.end, self.start, self.ready) if mark is not None]
+        times = [self.clock.time(mark) for mark in marks]
+        if None in times:
             return None
         for mark in marks:
             self.clock.release(mark)
-        start, end, *ready = times
-        head = (self.lane, self.name, start, end, self.bytes, self.exposed)
-        return Span(*head, device=True, ready=ready[0] if ready else None, parameters=self.parameters)
+        end, start, *ready = (at for at in times if at is not None)
+        span = Span(self.lane, self.name, start, end, self.bytes, self.exposed, device=True)
+        return span._replace(ready=ready[0] if ready else None, parameters=self.parameters)
 
 
 class _HostSpan:
@@ -195,7 +195,7 @@ class SpanLog:
             self._pending.append(pending)
 
     def mark(self, stream: torch.cuda.Stream) -> Mark:
-        """Mark the point that a CUDA stream has been given work up to, for one `between` or `ready`."""
+        """Mark what `stream` has been given so far, for one `stream(ready=)` or `between`."""
         return self._clock(stream).mark(stream)
 
     def between(
@@ -203,17 +203,17 @@ class SpanLog:
         lane: str,
         name: str,
         stream: torch.cuda.Stream,
-        start: Mark,
-        end: Mark,
+        ends: tuple[Mark, Mark],
         *,
         bytes: int | None = None,
         exposed: bool = False,
         parameters: tuple[str, ...] = (),
     ) -> None:
-        """Record what lies between two marks of a CUDA device; nothing where the first is passed last.
+        """Record what lies between two marks of the stream's device; nothing where the first is passed last.
 
-        So a wait is a stream's mark before it, and a mark where what it waits for ends on its own stream.
+        So a wait lies between a mark of the stream that waits and one of the stream that is waited for.
         """
+        start, end = ends
         pending = _Pending(lane, name, self._clock(stream), start, bytes, exposed, None, parameters)
         pending.end = end
         self._pending.append(pending)

@@ -1,4 +1,4 @@
-"""How many bytes of results a forward keeps alive: a mode that follows every storage that an operator makes."""
+"""How many bytes of results a forward keeps alive: a mode that follows each storage that is made."""
 
 from collections.abc import Callable
 from typing import Any

@@ -119,7 +119,7 @@ def test_a_kept_result_that_is_changed_in_place_is_torchs_error():
 
 
 def test_kept_bytes_by_hand():
-    """A block's row of 7 numbers: 7 come in; norm keeps 7 + 2, up 13, gelu 13, and down's 7 only selective."""
+    """Of a row 7 numbers come in; norm gives 7 + 2, up 13, gelu 13, down 7 (kept by selective only)."""
     kept = {}
     for policy in ("none", *POLICIES):
         model = recompute(gpt(), policy)

@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
+from os import PathLike
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -13,16 +14,28 @@ from torch.optim import Optimizer
 
 from overlapkit.device import rank_and_world
 from overlapkit.measure.across.companion import Across
-from overlapkit.measure.arguments import check_count, check_options, check_parts, check_tokens, device_of
+from overlapkit.measure.arguments import (
+    check_count,
+    check_live,
+    check_options,
+    check_parts,
+    check_tokens,
+    check_tracing,
+    device_of,
+)
 from overlapkit.measure.clock import Clock, clock_of
 from overlapkit.measure.companion import Companion
 from overlapkit.measure.ledger import Finished, Ledger
+from overlapkit.measure.live import Live
+from overlapkit.measure.logged import Tell
 from overlapkit.measure.memory import PeakWatch, looks_closely
 from overlapkit.measure.phases import Phases
+from overlapkit.measure.progress import progress_line
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
 from overlapkit.measure.sources import Coverage
 from overlapkit.measure.timeline import Timeline, Turn
+from overlapkit.measure.tracing import StepTracer
 from overlapkit.span import Span
 
 T = TypeVar("T")
@@ -55,14 +68,19 @@ class StepMeter:
         checkpointer: Publishes the lane checkpoint.
         every: Measure every n-th step.
         history: How many records are kept.
-        trace_every: Not available yet.
+        trace_every: Trace the last of each so many steps with torch.profiler, read the trace in the
+            background, and let `report()` tell what it shows. A traced step is not measured.
+        trace_folder: Keep traces there, as rank-R-step-N.json.gz.
         hang_timeout: Not available yet.
         on_report: Callables, given a StepReport after each 100 measured steps.
+        on_log: Callables, given a step's number and the values that `log()` was given in it, once these
+            have arrived. What a callable raises is warned of once, and training goes on.
+        progress: Show a progress line on rank 0; an int says how many steps there will be.
 
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: A number is out of range, or `model` has no parameters.
-        NotImplementedError: `trace_every` or `hang_timeout` is set.
+        NotImplementedError: `hang_timeout` is set.
         RuntimeError: WORLD_SIZE is set but there is no process group.
     """
 
@@ -76,18 +94,23 @@ class StepMeter:
         every: int = 1,
         history: int = 1000,
         trace_every: int | None = None,
+        trace_folder: str | PathLike[str] | None = None,
         hang_timeout: float | None = None,
         on_report: Sequence[Callable[[StepReport], object]] = (),
+        on_log: Sequence[Tell] = (),
+        progress: bool | int = False,
     ) -> None:
         check_parts(model, optimizer, loader, checkpointer)
-        check_options(every, history, on_report, trace_every, hang_timeout)
+        check_options(every, history, hang_timeout)
+        check_live(on_report, on_log, progress)
+        check_tracing(trace_every, trace_folder)
         self._rank, world = rank_and_world()
         parts = {"model": model, "optimizer": optimizer, "loader": loader, "checkpointer": checkpointer}
         self._ledger = Ledger(Coverage(parts, world), history)
         self._model = model
         self._optimizer = optimizer
         self._every = every
-        self._on_report = tuple(on_report)
+        self._live = Live(on_report, on_log, progress_line(progress, self._rank, world))
         self._clock: Clock | None = None
         self._peaks: PeakWatch | None = None
         self._inside = threading.Lock()  # held inside a step
@@ -97,6 +120,12 @@ class StepMeter:
         self._phases = Phases(model, optimizer, self._look)
         self._across = Across(self._ledger, every)
         self._companions: list[Companion] = [self._across]  # first in, first told
+        self._tracer: StepTracer | None = None
+        if trace_every is not None:
+            self._tracer = StepTracer(
+                trace_every, trace_folder, self._rank, self._phases, self._ledger.coverage
+            )
+            self._companions.append(self._tracer)
 
     @property
     def last(self) -> StepRecord | None:
@@ -109,6 +138,30 @@ class StepMeter:
         """What is on: a Segment's kind; "unmeasured" where `every` skips the step."""
         timeline = self._phases.timeline
         return timeline.kind if timeline is not None else "unmeasured"
+
+    @property
+    def logged(self) -> Mapping[str, float]:
+        """The latest value of each logged name that has arrived; on a device it is a few steps behind."""
+        return MappingProxyType(self._live.logged.latest)
+
+    def log(self, **values: object) -> None:
+        """Take values of the step that is on, or was last: the drop-in for `.item()`, without its wait.
+
+        Each is what the tensor holds now, whatever is written into it later. Once it has arrived, some steps
+        later on a GPU, it is in `logged`, on the progress line, and with everybody in `on_log`, in order.
+        None is lost: `close()`, or the interpreter's exit, waits for the last ones.
+
+        Args:
+            values: By name: tensors of one element, with gradient or without, on any device, or numbers.
+
+        Raises:
+            TypeError: A value is something else, or a DTensor that no rank holds whole.
+            ValueError: A tensor has more elements than one, or none.
+            RuntimeError: After close().
+        """
+        if self._closed:
+            raise RuntimeError("meter.log() after meter.close(): log before it")
+        self._live.logged.log(max(0, self._index - (not self._inside.locked())), values)
 
     def step(self, tokens: int | None = None) -> "_Step":
         """A context manager around one training step.
@@ -175,10 +228,11 @@ class StepMeter:
     def _report(self, window: int, patience: float) -> StepReport:
         self._recorded += self._ledger.settle()
         peak = self._peaks.top if self._peaks else None
-        return make_report(self._ledger, window, peak, self._rank, self._across.ranks(patience))
+        report = make_report(self._ledger, window, peak, self._rank, self._across.ranks(patience))
+        return report if self._tracer is None else self._tracer.fold(report)
 
     def close(self) -> None:
-        """Take every hook off. Records and report() stay; step() is an error afterwards."""
+        """Take every hook off and deliver what was logged. Records and report() stay; step() is an error."""
         if self._closed:
             return
         self._closed = True
@@ -187,6 +241,7 @@ class StepMeter:
         for companion in self._companions:
             companion.close()
         self._ledger.coverage.close()
+        self._live.close()
 
     def _turn(self, kind: str) -> None:
         self._phases.turn(kind)
@@ -251,10 +306,9 @@ class StepMeter:
     def _publish(self) -> None:
         due = self._recorded // _WINDOW
         self._recorded += self._ledger.settle()
-        if self._on_report and self._recorded // _WINDOW > due:
-            report = self._report(_WINDOW, patience=0.0)
-            for tell in self._on_report:
-                tell(report)
+        if self._live.wants_reports and self._recorded // _WINDOW > due:
+            self._live.report(self._report(_WINDOW, patience=0.0))
+        self._live.step(self._index, self._ledger.records)
 
 
 class _Step:

@@ -49,6 +49,9 @@ class StepReport:
             differ. None where they were not compared; answer 5 says why.
         records: The steps themselves.
         trace: What `explain()` found beside: the lanes of the whole trace, of each step and of each rank.
+            Of a meter with `trace_every`, those of the latest step that it traced.
+        traced_step: Which step that was.
+        trace_note: Why there is no later one, where one was due.
     """
 
     steps: int
@@ -69,6 +72,8 @@ class StepReport:
     _spans: tuple[Span, ...] = field(repr=False)
     trace: "TraceDetail | None" = field(default=None, repr=False)
     detail: StepDetail | None = field(default=None, repr=False)
+    traced_step: int | None = None
+    trace_note: str | None = None
     ranks: Ranks | None = None
 
     def __str__(self) -> str:
@@ -88,6 +93,8 @@ class StepReport:
         return {
             "verdict": self.verdict,
             **{name: getattr(self, name) for name in (*names, "tokens_per_s", "peak_memory")},
+            "traced_step": self.traced_step,
+            "trace_note": self.trace_note,
             "parts": {name: asdict(part) for name, part in self.parts.items()},
             "answers": [asdict(one) for one in self.answers],
             "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlapkit.parallel.failure import Roll
+from overlapkit.parallel.failure import roll_of
 from overlapkit.span import Span, SpanLog
 
 LANE = "communication"
@@ -53,7 +53,7 @@ class BucketTimes:
     ) -> None:
         self.wire = wire
         self.group = group
-        self.roll = Roll(group)
+        self.roll = roll_of(group)
         self.backwards = 0
         self._names = names
         self._log = SpanLog()

@@ -126,7 +126,7 @@ class ReduceScatter(_Collective):
 
     Args:
         unit: The unit's name.
-        parameters: Name of each trainable parameter, and a call that returns it as the module has it now.
+        parameters: Name of each parameter, and a call that returns it as its module has it now.
         place: The unit's place among all.
         traffic: Shared by all units.
         mesh: The mesh of the shards and, in a first dimension, of their copies.
@@ -140,9 +140,9 @@ class ReduceScatter(_Collective):
         traffic: Traffic,
         mesh: Any,
     ) -> None:
-        super().__init__("reduce_scatter", unit, tuple(parameters), 2 * place + 1, traffic)
-        self._reduced_again = Label(f"all_reduce {unit}", tuple(parameters))
-        self._parameters = list(parameters.values())
+        super().__init__("reduce_scatter", unit, (), 2 * place + 1, traffic)
+        self._unit = unit
+        self._parameters = parameters
         self._mesh = mesh
         self._scattered: int | Mark | None = None
 
@@ -155,6 +155,8 @@ class ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce `input_tensor` (n * ranks,) over the ranks, each rank's part into `output_tensor` (n,)."""
+        trained = (name for name, find in self._parameters.items() if find().requires_grad)
+        self.label = self.label._replace(parameters=tuple(trained))
 
         def queue(async_op: bool = False) -> Any:
             return _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
@@ -169,8 +171,7 @@ class ReduceScatter(_Collective):
                 self._scattered = self._log.mark(watch)
             return work
         if input_tensor.device.type != "cpu" or async_op:
-            work = queue(async_op)
-            return work
+            return queue(async_op)  # type: ignore[no-any-return]
 
         def begin() -> Callable[[], None]:
             if exchange.direct(group) and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -190,7 +191,7 @@ class ReduceScatter(_Collective):
     def all_reduced(self, reduced: torch.Tensor) -> None:
         """FSDP2's hook: the all-reduce that followed on a 2-D mesh is done, or queued on this stream."""
         scattered, self._scattered = self._scattered, None
-        name, parameters = self._reduced_again
+        name, parameters = f"all_reduce {self._unit}", self.label.parameters
         if isinstance(scattered, int):
             now = time.perf_counter_ns()
             head = (LANE, name, scattered, now, reduced.nbytes)
@@ -198,22 +199,19 @@ class ReduceScatter(_Collective):
         elif scattered is not None:
             watch = self._traffic.watch("all_reduce", reduced.device)
             watch.wait_stream(torch.cuda.current_stream(reduced.device))
-            end = self._log.mark(watch)
-            self._log.between(
-                LANE, name, watch, scattered, end, bytes=reduced.nbytes, parameters=parameters
-            )
+            ends = scattered, self._log.mark(watch)
+            self._log.between(LANE, name, watch, ends, bytes=reduced.nbytes, parameters=parameters)
 
     def _only_named(self, dtype: torch.dtype) -> bool:
         """Whether FSDP2 will only make new gradients of the result: it reads nothing of it."""
         from torch.distributed.tensor import DTensor
 
-        for find in self._parameters:
-            parameter = find()
+        for parameter in (find() for find in self._parameters.values()):
             if not (
                 self._mesh.ndim == 1
                 and isinstance(parameter, DTensor)
                 and _spans(parameter.device_mesh, self._mesh)  # the sharded one, not a tensor-parallel whole
-                and parameter.dtype == dtype
+                and (parameter.dtype == dtype or not parameter.requires_grad)
                 and parameter.grad is None
                 and not parameter._post_accumulate_grad_hooks  # FSDP2 calls them itself
             ):
@@ -230,7 +228,7 @@ class ReduceScatter(_Collective):
         def ended() -> None:
             if traffic.last is begun:
                 traffic.last = None
-                log.between(LANE, TAIL, compute, begun, log.mark(compute), exposed=True)
+                log.between(LANE, TAIL, compute, (begun, log.mark(compute)), exposed=True)
 
         at_end_of_backward(ended)  # behind FSDP2's own, which makes the compute stream wait
 

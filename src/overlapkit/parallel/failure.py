@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -98,6 +99,16 @@ class Roll:
         signed = store.multi_get([keys[rank] for rank in there]) if there else []
         found = {rank: json.loads(value) for rank, value in zip(there, signed, strict=True)}
         return {rank for rank, it in found.items() if it["where"] == _where() and not _lives(it["pid"])}
+
+
+_rolls: "weakref.WeakKeyDictionary[dist.ProcessGroup, Roll]" = weakref.WeakKeyDictionary()
+
+
+def roll_of(group: dist.ProcessGroup) -> Roll:
+    """The one Roll of a process group."""
+    if group not in _rolls:
+        _rolls[group] = Roll(group)
+    return _rolls[group]
 
 
 def is_of_backend(error: BaseException) -> bool:

@@ -9,16 +9,16 @@ import torch.nn as nn
 
 from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
-from overlapkit.parallel.forward_only import prefetch_in_forward
 from overlapkit.parallel.offload import resolve_offload
 from overlapkit.parallel.preconditions import check_holders
+from overlapkit.parallel.schedule import Schedule, first
 from overlapkit.parallel.shard_plan import ShardPlan, fill
 from overlapkit.parallel.sharding import Sharding
-from overlapkit.parallel.units import Unit, prefetch_order
+from overlapkit.parallel.units import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,6 +39,10 @@ def shard(
     compile_blocks: bool | Mapping[str, Any] = False,
     offload: "bool | OffloadPolicy" = False,
     ignored: Iterable[Any] = (),
+    unshard_early: bool = False,
+    reduce_scatter_buffers: int | None = None,
+    separate_reduce_scatter: bool = False,
+    comm_memory: str | None = None,
 ) -> M:
     """Recompute, compile and shard a model over the ranks of a mesh with FSDP2, in place, and return it.
 
@@ -50,10 +54,14 @@ def shard(
     compilation are applied then, so that one script serves one process and many.
 
     The model gets an attribute `timings`: a callable that returns the `Span`s of the collectives that
-    finished since its last call. An all-gather's or reduce-scatter's span has its bytes and its unit's
-    name. On the CPU, spans with `exposed=True` are when the training thread stood still: "wait ..." for
-    an all-gather, and all of a reduce-scatter or all-reduce. On CUDA, spans are of the communication
-    stream, none is marked exposed, and the all-reduce of a 2-D mesh is not recorded.
+    finished since its last call. Those of "all_gather UNIT", "reduce_scatter UNIT" and, on a 2-D mesh,
+    "all_reduce UNIT" have bytes and parameter names. Spans with `exposed=True` are when the step stood
+    still: "wait ..." for one of these, on CUDA "reduce_scatter tail" at the end of backward, and on the CPU
+    all of an all-reduce.
+
+    On the CPU, over gloo, both collectives are direct sends, and backward does not wait for a reduce-scatter
+    whose result is a new gradient. So gradients are whole when `backward` returns, as on CUDA; where some
+    are kept from an earlier backward (not set to None) each reduce-scatter is waited for. docs/parallel.md.
 
     Args:
         model: A module with parameters, on a real device, not wrapped or compiled.
@@ -78,17 +86,32 @@ def shard(
             mesh is on a GPU, or an OffloadPolicy. Clipping then needs a process group with a CPU backend.
         ignored: Parameters, modules or names of either that stay as they are: not sharded, moved, or
             reduced.
+        unshard_early: Gather what forward needs first (the root unit, or the first where the root has no
+            parameters) as soon as an optimizer that has some of it returns from `step`. Worth it where
+            the loop does something else before the next forward. Costs one small all-reduce a step, with
+            which the ranks agree that the weights are still those that were gathered; if not, they are
+            gathered again.
+        reduce_scatter_buffers: How many reduce-scatters may be under way, each with its buffer, while
+            backward goes on. None for torch's 1 on CUDA, and 2 on the CPU. More than 1 on CUDA needs
+            torch 2.13.
+        separate_reduce_scatter: A communicator of its own for the reduce-scatters, so that NCCL need not
+            run them and the all-gathers in turns. Needs torch 2.13.
+        comm_memory: On CUDA, "symmetric": all-gathers use NCCL's symmetric memory (torch 2.12; their spans
+            are not recorded). "group": buffers come from the process group's allocator, as SHARP wants it
+            (no spans are recorded). None for ordinary memory.
 
     Raises:
         TypeError: An argument is of a wrong type.
         ValueError: An argument's value or the model's state forbids it; the message says what to do.
-        RuntimeError: WORLD_SIZE is set above 1 and there is no process group.
+        RuntimeError: WORLD_SIZE is set above 1 and there is no process group, or this torch is too old for
+            an option.
         NotImplementedError: An option that is not there yet is set, or the model is on the meta device
             or tensor-parallel.
     """
     policy = fill(plan, recompute=(recompute, None))["recompute"]
     recomputing.parse_policy(policy)
     compiling.parse_options(compile_blocks)
+    schedule = Schedule(reduce_scatter_buffers, separate_reduce_scatter, comm_memory, unshard_early)
     sharding = Sharding.of(
         "shard",
         model,
@@ -101,6 +124,7 @@ def shard(
         reshard=reshard,
         ignored=ignored,
     )
+    schedule.check(sharding.mesh)
     offload_policy = resolve_offload(offload, sharding.mesh)
     check_holders(model, "shard")
     if sharding.mesh is None and mp_policy is not None:
@@ -115,7 +139,7 @@ def shard(
     compiling.compile_blocks(model, compile_blocks)
     if sharding.mesh is None:
         return model
-    _apply(sharding, offload_policy)
+    _apply(sharding, schedule, offload_policy)
     if sharding.freed_after_inference:
         _free_after_inference(model, sharding.freed_after_inference)
     _done[model] = description
@@ -168,7 +192,7 @@ def describe(
     ).description()
 
 
-def _apply(sharding: Sharding, offload: "OffloadPolicy | None") -> None:
+def _apply(sharding: Sharding, schedule: Schedule, offload: "OffloadPolicy | None") -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Inner before outer: a call takes what no earlier call has taken.
@@ -182,58 +206,21 @@ def _apply(sharding: Sharding, offload: "OffloadPolicy | None") -> None:
             ignored_params=sharding.ignored or None,
         )
         if unit.reshard and not unit.regathers:
-            _first(unit).set_unshard_in_backward(False)
-    _set_prefetch(sharding)
-    _set_collectives(sharding)
+            first(unit).set_unshard_in_backward(False)
+    schedule.apply(sharding)
 
 
 def _size(unit: Unit) -> int:
     return sum(1 for module in unit.modules for _ in module.modules())
 
 
-def _first(unit: Unit) -> "FSDPModule":
-    """The modules of a unit share one state: any of them stands for it."""
-    module: Any = unit.modules[0]
-    return module  # type: ignore[no-any-return]
-
-
-def _set_prefetch(sharding: Sharding) -> None:
-    order = prefetch_order(sharding.units, sharding.forward_prefetch, sharding.backward_prefetch)
-    first = [_first(unit) for unit in sharding.units]
-    prefetch_in_forward(
-        sharding.model,
-        [(first[place], [first[n] for n in ahead]) for place, (ahead, _) in enumerate(order) if ahead],
-    )
-    for unit, (_, behind) in zip(sharding.units, order, strict=True):
-        # An empty list would mean FSDP2's own choice; a unit that prefetches itself does nothing.
-        _first(unit).set_modules_to_backward_prefetch(
-            [_first(sharding.units[place]) for place in behind] or [_first(unit)]
-        )
-
-
-def _set_collectives(sharding: Sharding) -> None:
-    from overlapkit.parallel.collectives import AllGather, ReduceScatter
-    from overlapkit.span import SpanLog
-
-    assert sharding.mesh is not None
-    log = SpanLog()
-    for unit in sharding.units:
-        module: Any = _first(unit)  # torch's interface of these two is private; it is used by its methods
-        reduce_scatter = ReduceScatter(log, unit.name)
-        module.set_custom_all_gather(AllGather(log, unit.name))
-        module.set_custom_reduce_scatter(reduce_scatter)
-        if sharding.mesh.ndim == 2 and sharding.mesh.device_type == "cpu":
-            module.set_all_reduce_hook(reduce_scatter.all_reduced)
-    sharding.model.__dict__["timings"] = log.take  # no parameter, buffer or module: nn.Module need not know
-
-
 def _free_after_inference(model: nn.Module, units: Sequence[Unit]) -> None:
     """Without a backward nothing else frees what is kept for one: it goes stale (pytorch#149029, #147179)."""
-    kept = [_first(unit) for unit in units]
+    kept = [first(unit) for unit in units]
 
     def free(module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             for each in kept:
                 each.reshard()
 
-    model.register_forward_hook(free)
+    model.register_forward_hook(torch.compiler.disable(free))  # no graph can hold it

@@ -50,7 +50,7 @@ def recompute(model: M, policy: str | None, *, blocks: str | Sequence[Any] = "au
         chosen = find_blocks(model, blocks, f"recompute={policy!r}")
         _refuse(model, chosen)
         for block in list(chosen.values())[::every]:
-            block.forward = Recomputed(block, vars(block).get("forward"), selective)  # type: ignore[method-assign]
+            block.forward = Recomputed(block, vars(block).get("forward"), selective)
     return model
 
 

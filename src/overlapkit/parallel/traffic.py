@@ -74,7 +74,7 @@ class Traffic:
             wait()
 
     def watch(self, kind: str, device: torch.device) -> torch.cuda.Stream:
-        """A stream that only waits for the collectives of one kind, so that its marks tell when they ended."""
+        """A stream that only waits for the collectives of one kind: its marks tell when they ended."""
         stream = self._watches.get((kind, device))
         if stream is None:
             stream = self._watches[kind, device] = torch.cuda.Stream(device)
@@ -115,3 +115,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward."""
+    return at_end_of_backward(lambda: None)

@@ -1,4 +1,4 @@
-"""What the compute stream of a CUDA device stood still for: the marks around FSDP2's waits for an all-gather."""
+"""What the compute stream of a CUDA device stood still for: marks around FSDP2's waits for all-gathers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,9 +45,7 @@ class GatherWaits:
             name, parameters = self._label
             stream = torch.cuda.current_stream(device)
             ends = self._arrived, self.gathered
-            self._log.between(
-                LANE, f"wait {name}", stream, *ends, exposed=True, parameters=parameters
-            )
+            self._log.between(LANE, f"wait {name}", stream, ends, exposed=True, parameters=parameters)
         self.gathered = self._arrived = None
 
 
