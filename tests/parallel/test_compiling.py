@@ -134,6 +134,8 @@ BAD = [
     ({"full_graph": True}, ValueError, "torch.compile takes no 'full_graph'; it takes backend, "),
     ({"model": 1}, ValueError, "takes no 'model'"),
     ({1: 2}, ValueError, "takes no 1"),
+    ({"backend": "nvfuser"}, ValueError, r"compile_blocks=\{'backend': 'nvfuser'\}: Invalid backend"),
+    ({"mode": "fast"}, ValueError, r"compile_blocks=\{'mode': 'fast'\}: Unrecognized mode"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""shard(offload=): parameters and gradients on the host, the same numbers, and no pinned memory without a GPU."""
+"""shard(offload=): parameters and gradients on the host, the same numbers; pinned for a GPU only."""
 
 from types import SimpleNamespace
 from typing import Any

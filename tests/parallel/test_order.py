@@ -1,6 +1,7 @@
-"""recompute -> compile blocks -> shard or replicate -> optimizer: any other order is an error that says so."""
+"""recompute -> compile blocks -> shard or replicate -> optimizer: another order is an error that says so."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -83,19 +84,15 @@ def test_the_right_order(last: str):
     [(ok.AdamW, True), (lambda p: torch.optim.SGD([{"params": list(p)[-1:]}], lr=0.1), False)],
 )
 def test_an_optimizer_that_has_the_parameters_already(make: Any, group: bool):
-    def check() -> None:
-        with pytest.raises(ValueError, match=f"{type(optimizer).__name__} already, .* call shard first"):
-            ok.shard(model)
-        assert type(model.head.weight) is nn.Parameter
-
     model, other = gpt(), gpt()
     optimizer = make(model.parameters())
     ok.shard(other)  # nobody has its parameters
-    if group:
-        with one_rank_group():
-            check()
-    else:
-        check()  # one process too: the script would be wrong with more
+    message = f"{type(optimizer).__name__} already, .* call shard first"
+    # In one process, too: with more, the script would be wrong.
+    with one_rank_group() if group else nullcontext(), pytest.raises(ValueError, match=message):
+        ok.shard(model, recompute="full")
+    assert type(model.head.weight) is nn.Parameter
+    assert "forward" not in vars(model.blocks[0])
     optimizer.me = optimizer  # nobody has it now, but it is there until the collector comes
     del optimizer
     ok.shard(model)

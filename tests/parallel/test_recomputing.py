@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import overlapkit as ok
 from overlapkit.parallel import recompute
@@ -130,21 +132,27 @@ def test_kept_bytes_by_hand():
     assert kept["selective"] - kept["full"] == 3 * row * (13 + 7)
 
 
+class Count(TorchDispatchMode):
+    """Operators by name, those inside of DTensors' instead of DTensors'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def test_selective_runs_no_product_twice_and_cheap_ones_again():
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = func.name()
-            counts[name] = counts.get(name, 0) + 1
-            return func(*args, **(kwargs or {}))
-
-    def count(policy: str) -> dict[str, int]:
-        counts.clear()
+    def count(policy: str) -> Counter[str]:
         model = recompute(Stack(lambda: Attention(0.0)), policy)
-        with Count():
+        with Count() as mode:
             model(torch.randn(3, 5, 8)).backward()
-        return dict(counts)
+        return mode.counts
 
-    counts: dict[str, int] = {}
     plain, kept, all_again = (count(policy) for policy in ("none", "selective", "full"))
     product, attention = "aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert (plain[product], kept[product], all_again[product]) == (6, 6, 12)
@@ -215,6 +223,44 @@ def test_replicas_train_as_without():
         return same
 
     assert run_ranks(2, job) == [True, True]
+
+
+class PostNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+    def forward(self, state: dict[str, torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
+        return {"x": self.norm(state["x"] + self.down(F.gelu(self.up(state["x"])))) * scale}
+
+
+def test_tensor_parallel_blocks_reduce_once_when_selective():
+    def job(rank: int) -> list[tuple[bool, int]]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,))
+        seen: list[tuple[bool, int]] = []
+        truth: dict[str, torch.Tensor] = {}
+        for policy in ("none", "full", "selective"):
+            model = Stack(PostNorm)
+            for block in model.blocks:
+                parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            recompute(model, policy)
+            with Count() as mode:
+                got = _trained(model)
+            truth = truth or got
+            same = [torch.equal(_whole(value), _whole(truth[name])) for name, value in got.items()]
+            seen.append((all(same), mode.counts["_c10d_functional::all_reduce"]))
+        return seen
+
+    # Two steps of three blocks: one reduction in forward, one in backward, and one again with "full"; the
+    # first block's input needs no gradient.
+    assert run_ranks(2, job) == [[(True, 2 * 5), (True, 2 * 8), (True, 2 * 5)]] * 2
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 BAD = [
