@@ -31,7 +31,7 @@ from overlapkit.measure.live import Live
 from overlapkit.measure.logged import Tell
 from overlapkit.measure.memory import PeakWatch, looks_closely
 from overlapkit.measure.phases import Phases
-from overlapkit.measure.progress import progress_line
+from overlapkit.measure.progress import ProgressLine, progress_line
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
 from overlapkit.measure.sources import Coverage
@@ -79,7 +79,7 @@ class StepMeter:
         on_report: Callables, given a StepReport after each 100 measured steps.
         on_log: Callables, given a step's number and the values that `log()` was given in it, once these
             have arrived. What a callable raises is warned of once, and training goes on.
-        progress: Show a progress line on rank 0; an int says how many steps there will be.
+        progress: Show a progress line on rank 0; a ProgressLine has options of its own.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -102,7 +102,7 @@ class StepMeter:
         on_hang: OnHang = "exit",
         on_report: Sequence[Callable[[StepReport], object]] = (),
         on_log: Sequence[Tell] = (),
-        progress: bool | int = False,
+        progress: bool | ProgressLine = False,
     ) -> None:
         check_parts(model, optimizer, loader, checkpointer)
         check_options(every, history, hang_timeout, on_hang)
@@ -114,7 +114,7 @@ class StepMeter:
         self._model = model
         self._optimizer = optimizer
         self._every = every
-        self._live = Live(on_report, on_log, progress_line(progress, self._rank, world))
+        self._live = Live(on_report, on_log, progress_line(progress, self._rank))
         self._clock: Clock | None = None
         self._peaks: PeakWatch | None = None
         self._inside = threading.Lock()  # held inside a step
