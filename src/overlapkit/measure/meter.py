@@ -71,7 +71,7 @@ class StepMeter:
         history: How many records are kept.
         trace_every: Trace the last of each so many steps with torch.profiler, read the trace in the
             background, and let `report()` tell what it shows. A traced step is not measured.
-        trace_folder: Keep traces there, as rank-R-step-N.json.gz.
+        trace_folder: Keep traces there, as step-N/rank-R.json.gz.
         hang_timeout: Seconds without progress of any rank after which the job hangs (docs/meter.md): more
             than anything takes that is not in `pause()`. None watches nothing.
         on_hang: What to do then, once it is said on stderr who is missing: "exit" ends this process with
