@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from overlapkit.device import rank_and_world
 from overlapkit.measure.arguments import check_count, check_options, check_parts, check_tokens, device_of
 from overlapkit.measure.clock import Clock, clock_of
+from overlapkit.measure.closeup import Closeup
 from overlapkit.measure.companion import Companion
 from overlapkit.measure.ledger import Finished, Ledger
-from overlapkit.measure.memory import PeakWatch, looks_closely
 from overlapkit.measure.phases import Phases
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
@@ -27,6 +27,7 @@ from overlapkit.span import Span
 T = TypeVar("T")
 
 _WINDOW = 100  # steps that a report covers
+_BATCH = 8  # steps that are recorded together
 
 
 class StepMeter:
@@ -88,17 +89,18 @@ class StepMeter:
         self._every = every
         self._on_report = tuple(on_report)
         self._clock: Clock | None = None
-        self._peaks: PeakWatch | None = None
         self._inside = threading.Lock()  # held inside a step
         self._index = 0  # of the step that is on, or of the next one
         self._recorded = 0
         self._closed = False
-        self._companions: list[Companion] = []  # first in, first told
-        self._phases = Phases(model, optimizer, self._look)
+        self._phases = Phases(model, optimizer)
+        self._closeup = Closeup(model, self._phases, self._ledger.own)
+        self._companions: list[Companion] = [self._closeup]  # first in, first told
 
     @property
     def last(self) -> StepRecord | None:
         """The latest record, or None; on CUDA it is a few steps behind."""
+        self._recorded += self._ledger.settle()
         records = self._ledger.records
         return records[-1] if records else None
 
@@ -148,7 +150,7 @@ class StepMeter:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._ledger.drew(Span("input", "next", start, time.perf_counter_ns(), exposed=True))
+            self._ledger.own.append(Span("input", "next", start, time.perf_counter_ns(), exposed=True))
             with _Step(self, tokens, fed=True):
                 yield batch
 
@@ -167,7 +169,7 @@ class StepMeter:
         """
         check_count("window", window)
         self._recorded += self._ledger.settle()
-        return make_report(self._ledger, window, self._peaks.top if self._peaks else None, self._rank)
+        return make_report(self._ledger, window, self._closeup, self._rank)
 
     def close(self) -> None:
         """Take every hook off. Records and report() stay; step() is an error afterwards."""
@@ -182,11 +184,6 @@ class StepMeter:
 
     def _turn(self, kind: str) -> None:
         self._phases.turn(kind)
-
-    def _look(self, phase: str) -> None:
-        """A phase ends of a step that is looked at closely."""
-        assert self._peaks is not None
-        self._peaks.look(self._index, phase)
 
     def _enter(self) -> None:
         if self._closed:
@@ -208,26 +205,27 @@ class StepMeter:
         """The first step begins: only now the model is where it will be trained."""
         self._ledger.coverage.device = device
         self._clock = clock_of(device)
-        self._peaks = PeakWatch(device)
+        self._closeup.start(device)
         self._phases.timeline = Timeline(self._clock, self._boundary(None, "inside"))
-        self._phases.close = looks_closely(self._index)
 
     def _leave(self, tokens: int | None, *, fed: bool, whole: bool) -> None:
         assert self._clock is not None
-        assert self._peaks is not None
-        phases, timeline = self._phases, self._phases.timeline
-        peak = self._peaks.after(self._index, timeline.kind if timeline else None)
+        phases, timeline, closeup = self._phases, self._phases.timeline, self._closeup
+        counted = closeup.counting
+        closeup.stop_counting(tokens, whole=whole)
+        peak = closeup.peak(timeline.kind if timeline else None)
         if whole and timeline is not None:
             timeline.turn("end")
-            step = Finished(self._index, timeline, tokens, fed, peak, self._clock.on_device)
-            self._ledger.finish(step)
+            on_device = self._clock.on_device
+            self._ledger.finish(
+                Finished(self._index, timeline, tokens, fed, peak, on_device, closeup.sees_recompute, counted)
+            )
         for companion in self._companions:
             companion.leave(self._index, whole=whole)
         self._index += whole
         phases.timeline = None
         if self._index % self._every == 0:
             phases.timeline = Timeline(self._clock, self._boundary(timeline if whole else None, "outside"))
-            phases.close = looks_closely(self._index)
         phases.inside = False
         self._inside.release()
         self._publish()
@@ -241,6 +239,9 @@ class StepMeter:
         return Turn(kind, now, self._clock.mark(now))
 
     def _publish(self) -> None:
+        """Once in a while: recording steps by the eight costs half of recording each by itself."""
+        if self._index % _BATCH and self._index % _WINDOW:
+            return
         due = self._recorded // _WINDOW
         self._recorded += self._ledger.settle()
         if self._on_report and self._recorded // _WINDOW > due:

@@ -10,13 +10,15 @@ import torch
 
 from overlapkit.measure.advice import Finding, find
 from overlapkit.measure.answers import Answer, answer
+from overlapkit.measure.closeup import Closeup
 from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.draw import save_drawing
 from overlapkit.measure.ledger import Ledger, Trace
-from overlapkit.measure.memory import Peak
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.render import render, sentence
+from overlapkit.measure.speed import Speed
 from overlapkit.measure.summary import PartSummary, Window
+from overlapkit.measure.within import look_within
 from overlapkit.span import Span
 
 if TYPE_CHECKING:
@@ -39,8 +41,8 @@ class StepReport:
             checkpoint or input, 0 to 1.
         tokens_per_s: Tokens of this rank a second.
         peak_memory: Bytes at the highest point so far.
-        parts: forward, backward, optimizer, input, transfer, communication, checkpoint, garbage (Python's
-            collector), other: where the period went.
+        parts: forward, backward, optimizer, input, transfer, communication, checkpoint, compilation,
+            garbage (Python's collector), other: where the period went.
         answers: The seven, in order.
         findings: What is worth mending, the costliest first; empty where all is well.
         detail: What lies within the parts: buckets, units, microbatches, saves and so on.
@@ -136,9 +138,19 @@ def _check_path(path: object) -> None:
         raise TypeError(f"path={path!r}: give the name of a file, as a str or a pathlib.Path")
 
 
-def make_report(ledger: Ledger, window: int, peak: Peak | None, rank: int) -> StepReport:
+def make_report(
+    ledger: Ledger,
+    window: int,
+    closeup: Closeup,
+    rank: int,
+    *,
+    peak_flops: float | None = None,
+    flops_per_token: float | None = None,
+) -> StepReport:
     """Look back over the last `window` records."""
     seen = Window(ledger, window)
+    speed = Speed(closeup, seen.coverage.device, seen.tokens, peak_flops, flops_per_token)
+    detail = look_within(seen, closeup, speed)
     records = tuple(seen.records)
     findings = find(seen)
     return StepReport(
@@ -153,10 +165,10 @@ def make_report(ledger: Ledger, window: int, peak: Peak | None, rank: int) -> St
         tokens_per_s=seen.tokens_per_s(),
         peak_memory=records[-1].peak_memory if records else None,
         parts=seen.parts,
-        answers=answer(seen, peak, findings),
+        answers=answer(seen, closeup.peaks.top if closeup.peaks is not None else None, findings),
         findings=findings,
         records=records,
+        detail=detail,
         _traces=tuple(seen.traces),
         _spans=tuple(seen.spans),
-        detail=StepDetail(),
     )
