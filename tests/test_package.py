@@ -24,6 +24,7 @@ OPTIONAL = {
     "matplotlib": "viz",
     "fsspec": "remote",
     "pynvml": "gpu",
+    "tensorboard": "tensorboard",
 }
 """Module roots of the optional packages, and the extra that brings each."""
 
@@ -32,7 +33,7 @@ import json, os, sys, threading
 import torch
 
 HEAVY = ("triton", "nvidia.dali", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchdata",
-         "matplotlib", "fsspec", "pynvml")
+         "matplotlib", "fsspec", "pynvml", "tensorboard")
 heavy = lambda: {name for name in sys.modules if any(name == h or name.startswith(h + ".") for h in HEAVY)}
 native = lambda: len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
 
@@ -154,9 +155,10 @@ def test_extras_are_what_they_are_said_to_be():
         "images": ["nvidia-dali-cuda130"],
         "images-cu12": ["nvidia-dali-cuda120"],
         "viz": ["matplotlib"],
+        "tensorboard": ["tensorboard"],
         "remote": ["fsspec"],
         "gpu": ["nvidia-ml-py"],
-        "all": ["overlapkit[data,images,viz,remote,gpu]"],
+        "all": ["overlapkit[data,images,viz,tensorboard,remote,gpu]"],
     }
     assert set(OPTIONAL.values()) <= extras.keys()
 

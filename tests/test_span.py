@@ -73,3 +73,16 @@ def test_the_oldest_are_dropped_first() -> None:
         spans = [one for _ in range(9) for one in log.take()]
         for lane in ("input", "transfer"):
             assert sorted(one.name for one in spans if one.lane == lane) == ["2", "3", "4"]
+
+
+def test_a_device_span_says_when_its_data_was_ready_and_of_which_parameters() -> None:
+    with fake_cuda():
+        log = SpanLog()
+        stream = torch.cuda.current_stream()
+        ready = log.mark(stream)
+        with log.stream("communication", "all_reduce", stream, ready=ready, parameters=("a", "b")):
+            pass
+        (one,) = [one for _ in range(9) for one in log.take()]
+        assert one.parameters == ("a", "b")
+        assert one.ready is not None
+        assert one.ready <= one.start <= one.end

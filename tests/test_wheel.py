@@ -67,7 +67,19 @@ def test_the_metadata_asks_for_what_is_stated(metadata):
         "typer",
         "xxhash>=2",
     }
-    extras = {"data", "images", "images-cu12", "viz", "remote", "gpu", "all", "dev", "docs", "bench"}
+    extras = {
+        "data",
+        "images",
+        "images-cu12",
+        "viz",
+        "tensorboard",
+        "remote",
+        "gpu",
+        "all",
+        "dev",
+        "docs",
+        "bench",
+    }
     assert set(metadata.get_all("Provides-Extra")) == extras
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from overlapkit.input import DeviceLoader, ElasticSampler, Mixture, TokenShards, write_token_shards
     from overlapkit.measure import StepMeter, StepReport
     from overlapkit.optim import AdamW
-    from overlapkit.parallel import replicate, shard
+    from overlapkit.parallel import accumulate, replicate, shard
 
 __version__ = "0.1.0"
 
@@ -28,6 +28,7 @@ __all__ = [
     "StepMeter",
     "StepReport",
     "TokenShards",
+    "accumulate",
     "kernels",
     "replicate",
     "shard",
@@ -65,6 +66,7 @@ __getattr__ = _lazily(
         "StepMeter": "measure",
         "StepReport": "measure",
         "TokenShards": "input",
+        "accumulate": "parallel",
         "kernels": "kernels",
         "replicate": "parallel",
         "shard": "parallel",

@@ -33,6 +33,7 @@ class Span(NamedTuple):
         ready: Of a collective, when this rank had all that it gives to it (same clock as `start`, which may
             be later: when the collective began to run); None where it is not known or means nothing.
         parameters: Of a collective, the names of the parameters that it gathers or reduces.
+        group: Of a collective, the name of its process group where not all ranks of the job take part.
     """
 
     lane: str
@@ -44,6 +45,7 @@ class Span(NamedTuple):
     device: bool = False
     ready: int | None = None
     parameters: tuple[str, ...] = ()
+    group: str = ""
 
 
 _START = itemgetter(Span._fields.index("start"))
@@ -110,16 +112,20 @@ class _Pending:
     start: Mark
     bytes: int | None
     exposed: bool
+    ready: Mark | None
+    parameters: tuple[str, ...]
     end: Mark = field(init=False)
 
     def resolve(self) -> Span | None:
-        end = self.clock.time(self.end)
-        start = None if end is None else self.clock.time(self.start)
-        if start is None or end is None:
+        marks = [mark for mark in (self.end, self.start, self.ready) if mark is not None]
+        times = [self.clock.time(mark) for mark in marks]
+        if None in times:
             return None
-        self.clock.release(self.start)
-        self.clock.release(self.end)
-        return Span(self.lane, self.name, start, end, self.bytes, self.exposed, device=True)
+        for mark in marks:
+            self.clock.release(mark)
+        end, start, *ready = (at for at in times if at is not None)
+        span = Span(self.lane, self.name, start, end, self.bytes, self.exposed, device=True)
+        return span._replace(ready=ready[0] if ready else None, parameters=self.parameters)
 
 
 class _HostSpan:
@@ -177,15 +183,44 @@ class SpanLog:
         *,
         bytes: int | None = None,
         exposed: bool = False,
+        ready: Mark | None = None,
+        parameters: tuple[str, ...] = (),
     ) -> Iterator[None]:
-        """Time what the body queues on a CUDA stream, by two events on that stream."""
+        """Time what the body queues on a CUDA stream, by two events on that stream.
+
+        A mark given as `ready` belongs to this span alone.
+        """
         clock = self._clock(stream)
-        pending = _Pending(lane, name, clock, clock.mark(stream), bytes, exposed)
+        pending = _Pending(lane, name, clock, clock.mark(stream), bytes, exposed, ready, parameters)
         try:
             yield
         finally:
             pending.end = clock.mark(stream)
             self._pending.append(pending)
+
+    def mark(self, stream: torch.cuda.Stream) -> Mark:
+        """Mark what `stream` has been given so far, for one `stream(ready=)` or `between`."""
+        return self._clock(stream).mark(stream)
+
+    def between(
+        self,
+        lane: str,
+        name: str,
+        stream: torch.cuda.Stream,
+        ends: tuple[Mark, Mark],
+        *,
+        bytes: int | None = None,
+        exposed: bool = False,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
+        """Record what lies between two marks of the stream's device; nothing where the first is passed last.
+
+        So a wait lies between a mark of the stream that waits and one of the stream that is waited for.
+        """
+        start, end = ends
+        pending = _Pending(lane, name, self._clock(stream), start, bytes, exposed, None, parameters)
+        pending.end = end
+        self._pending.append(pending)
 
     def take(self) -> list[Span]:
         """The spans finished since the last call, by start. Never waits for a device."""
@@ -194,7 +229,7 @@ class SpanLog:
             span = pending.resolve()
             if span is None:
                 still.append(pending)
-            else:
+            elif span.end >= span.start:
                 taken.append(span)
         self._pending.extend(still)
         taken += _drained(self._spans)

@@ -390,11 +390,11 @@ def test_reports_are_handed_out_after_each_hundred_steps():
 
 def test_history_bounds_what_is_kept():
     meter = StepMeter(history=5)
-    for _ in range(12):
+    for _ in range(9):
         with meter.step():
             pass
     report = meter.report(window=1000)
-    assert (report.steps, report.first_step, report.last_step) == (5, 7, 11)
+    assert (report.steps, report.first_step, report.last_step) == (5, 4, 8)
     assert meter.report(window=2).steps == 2
 
 
@@ -482,7 +482,13 @@ class RealComponent(FakeComponent):
         ({"every": 1.5}, TypeError, "every=1.5: give an int"),
         ({"history": -1}, ValueError, "history=-1"),
         ({"history": True}, TypeError, "history=True"),
-        ({"trace_every": 10}, NotImplementedError, "trace_every=10: not available yet"),
+        ({"trace_every": 1}, ValueError, "trace_every=1: a step that is traced is not measured"),
+        ({"trace_every": 2.5}, TypeError, "trace_every=2.5: give an int of at least 2"),
+        ({"trace_folder": "a"}, ValueError, "trace_folder='a' without trace_every"),
+        ({"trace_every": 9, "trace_folder": 3}, TypeError, "trace_folder=3: give the name of a folder"),
+        ({"on_log": [1]}, TypeError, "on_log="),
+        ({"progress": "yes"}, TypeError, "progress='yes': give a bool, or how many steps"),
+        ({"progress": -3}, ValueError, "progress=-3: give a bool"),
         ({"hang_timeout": 1.0}, NotImplementedError, "hang_timeout=1.0: not available yet"),
         ({"on_report": print}, TypeError, "on_report="),
         ({"on_report": [1]}, TypeError, "on_report="),

@@ -4,6 +4,11 @@ import copy
 from collections.abc import Callable
 
 import torch
+
+# What FSDP2 imports in its first calls takes a second: here once, instead of in every forked rank.
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.tensor.debug
 import torch.nn as nn
 import torch.nn.functional as F
 

@@ -13,8 +13,6 @@ from tests.parallel.models import gpt
 from tests.ranks import one_rank_group
 
 UNBUILT = [
-    {"plan": object()},
-    {"plan": 0},
     {"recompute": "full"},
     {"compile_blocks": True},
     {"offload": True},

@@ -3,7 +3,8 @@
 from overlapkit.measure.meter import StepMeter
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport
+from overlapkit.measure.tensorboard import TensorBoardWriter
 from overlapkit.measure.traces.explain import explain
 from overlapkit.measure.traces.opening import TraceError
 
-__all__ = ["StepMeter", "StepRecord", "StepReport", "TraceError", "explain"]
+__all__ = ["StepMeter", "StepRecord", "StepReport", "TensorBoardWriter", "TraceError", "explain"]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from overlapkit.measure.across.words import is_late, remedy
 from overlapkit.measure.summary import Window
 
 # Shares of a step. A wait below 2 % is what handing over costs; host work between the phases takes several
@@ -44,16 +45,35 @@ class Finding:
 
 def find(window: Window) -> tuple[Finding, ...]:
     """The findings of a window, the costliest first; none where all is well."""
-    found: list[Finding] = []
+    found = _late(window)
     for lane, notable in _NOTABLE.items():
         part = window.parts[lane]
         if part.mean_ms is None or part.share is None or part.share < notable:
             continue
         if lane == "other" and window.parts["forward"].mean_ms is None:
             continue  # it holds the compute as well then
-        component, setting = _FIXES[lane](window)
-        found.append(Finding(lane, part.mean_ms, part.share, component, setting, part.mean_ms))
+        cost, share = part.mean_ms, part.share
+        if lane == "communication" and found:  # a late rank was named: what would be left without it
+            cost = max(0.0, cost - _waiting_ms(window))
+            share *= cost / part.mean_ms
+            if share < notable:
+                continue
+        found.append(Finding(lane, cost, share, *_FIXES[lane](window), cost))
     return tuple(sorted(found, key=lambda finding: -finding.exposed_ms))
+
+
+def _late(window: Window) -> list[Finding]:
+    """The rank that others wait for, on every rank alike."""
+    ranks = window.ranks
+    if isinstance(ranks, str) or not ranks.late or not is_late(ranks):
+        return []
+    cost = ranks.late_ms
+    return [Finding("communication", cost, cost / ranks.period_ms, *remedy(ranks), cost)]
+
+
+def _waiting_ms(window: Window) -> float:
+    ranks = window.ranks
+    return 0.0 if isinstance(ranks, str) or ranks.waiting_ms is None else ranks.waiting_ms
 
 
 def is_notable(lane: str, share: float) -> bool:

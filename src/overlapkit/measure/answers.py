@@ -1,8 +1,9 @@
 """The seven questions about a step, each answered with a number, or with the reason why there is none."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from overlapkit.measure.across.words import is_late, tail_split, together
 from overlapkit.measure.advice import Finding, is_notable
 from overlapkit.measure.memory import Peak
 from overlapkit.measure.summary import Window
@@ -51,8 +52,8 @@ def answer(window: Window, peak: Peak | None, findings: Sequence[Finding]) -> tu
         _exposure("copy overlapped", window, "transfer", fixes),
         _compute_fed(window, fixes),
         _buckets(window),
-        _arrival(window),
-        _exposure("communication left", window, "communication", fixes),
+        _arrival(window, fixes),
+        _left(window, fixes),
         _peak(window, peak),
     )
 
@@ -120,10 +121,20 @@ def _buckets(window: Window) -> Answer:
     return unmeasured(name, "ms", "no reduction was published within backward")
 
 
-def _arrival(window: Window) -> Answer:
-    alone = window.coverage.world == 1
-    reason = "single process" if alone else "ranks are not compared yet: each reports for itself"
-    return unmeasured("ranks together", "ms", reason)
+def _arrival(window: Window, fixes: dict[str, str]) -> Answer:
+    if isinstance(window.ranks, str):
+        return unmeasured("ranks together", "ms", window.ranks)
+    value, verdict, evidence = together(window.ranks)
+    if not value and not window.ranks.collectives and window.ranks.unseen:
+        return unmeasured("ranks together", "ms", window.ranks.unseen)
+    fix = fixes.get("communication") if is_late(window.ranks) else None
+    return say("ranks together", value, "ms", verdict, evidence, fix)
+
+
+def _left(window: Window, fixes: dict[str, str]) -> Answer:
+    left = _exposure("communication left", window, "communication", fixes)
+    split = None if isinstance(window.ranks, str) or left.value is None else tail_split(window.ranks)
+    return left if split is None else replace(left, evidence=f"{split}; {left.evidence}")
 
 
 def _peak(window: Window, peak: Peak | None) -> Answer:

@@ -1,6 +1,7 @@
 """What StepMeter accepts: a mistake is one error at construction, before any step has run."""
 
 from collections.abc import Iterable, Sequence
+from os import PathLike
 
 import torch
 from torch import nn
@@ -31,9 +32,7 @@ def check_parts(model: object, optimizer: object, loader: object, checkpointer: 
         )
 
 
-def check_options(
-    every: int, history: int, on_report: object, trace_every: int | None, hang_timeout: float | None
-) -> None:
+def check_options(every: int, history: int, hang_timeout: float | None) -> None:
     """Each option is in range and available.
 
     Raises:
@@ -43,14 +42,59 @@ def check_options(
     """
     check_count("every", every)
     check_count("history", history)
-    if not isinstance(on_report, Sequence) or not all(callable(tell) for tell in on_report):
-        raise TypeError(f"on_report={on_report!r}: give a list of callables, each taking a StepReport")
-    for name, option in (("trace_every", trace_every), ("hang_timeout", hang_timeout)):
-        if option is not None:
-            raise NotImplementedError(f"{name}={option!r}: not available yet, leave it None")
+    if hang_timeout is not None:
+        raise NotImplementedError(f"hang_timeout={hang_timeout!r}: not available yet, leave it None")
 
 
-def check_count(name: str, value: int, remedy: str = "give an int of at least 1") -> None:
+def check_speed(**numbers: float | None) -> None:
+    """What utilisation is counted with.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: One is not above 0, or not finite.
+    """
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"{name}={value!r}: give a number above 0, such as 989e12, or None")
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value}: give a number above 0, such as 989e12, or None")
+
+
+def check_live(on_report: object, on_log: object, progress: object) -> None:
+    """What is told while training goes on.
+
+    Raises:
+        TypeError: A listener is no callable, or `progress` neither a bool nor an int.
+        ValueError: `progress` is an int below 1.
+    """
+    for name, given, taking in (
+        ("on_report", on_report, "a StepReport"),
+        ("on_log", on_log, "a step's number and a dict of its values"),
+    ):
+        if not isinstance(given, Sequence) or not all(callable(tell) for tell in given):
+            raise TypeError(f"{name}={given!r}: give a list of callables, each taking {taking}")
+    if not isinstance(progress, bool):
+        check_count("progress", progress, "give a bool, or how many steps there will be")
+
+
+def check_tracing(trace_every: int | None, trace_folder: object) -> None:
+    """Which steps are traced.
+
+    Raises:
+        TypeError: `trace_every` is no int, or `trace_folder` no path.
+        ValueError: `trace_every` is below 2, or there is a folder and nothing to keep there.
+    """
+    if trace_every is not None:
+        check_count("trace_every", trace_every, remedy := "give an int of at least 2, such as 1000, or None")
+        if trace_every == 1:
+            raise ValueError(f"trace_every=1: a step that is traced is not measured; {remedy}")
+    if trace_folder is not None and not isinstance(trace_folder, str | PathLike):
+        raise TypeError(f"trace_folder={trace_folder!r}: give the name of a folder, or None")
+    if trace_folder is not None and trace_every is None:
+        raise ValueError(f"trace_folder={str(trace_folder)!r} without trace_every: set trace_every=1000, say")
+
+
+def check_count(name: str, value: object, remedy: str = "give an int of at least 1") -> None:
     """It is a number of things, at least one.
 
     Raises:

@@ -13,7 +13,7 @@ from overlapkit.measure.recompute import Recomputation
 from overlapkit.measure.stops import CompileWatch, GarbageWatch
 from overlapkit.span import Span
 
-_FIRST = 3  # the step whose operators are counted: what happens once is over by then
+_FIRST = 10  # the step whose operators are counted first: what happens once is over by then
 _RHYTHM = 251  # and one in so many later: a prime, so that what the loop does every n-th step is met as well
 _ANEW = 256  # steps after which all modules are watched for recomputation again
 

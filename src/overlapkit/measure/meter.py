@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
+from os import PathLike
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -12,22 +13,36 @@ from torch import nn
 from torch.optim import Optimizer
 
 from overlapkit.device import rank_and_world
-from overlapkit.measure.arguments import check_count, check_options, check_parts, check_tokens, device_of
+from overlapkit.measure.across.companion import Across
+from overlapkit.measure.arguments import (
+    check_count,
+    check_live,
+    check_options,
+    check_parts,
+    check_speed,
+    check_tokens,
+    check_tracing,
+    device_of,
+)
 from overlapkit.measure.clock import Clock, clock_of
 from overlapkit.measure.closeup import Closeup
 from overlapkit.measure.companion import Companion
 from overlapkit.measure.ledger import Finished, Ledger
+from overlapkit.measure.live import Live
+from overlapkit.measure.logged import Tell
 from overlapkit.measure.phases import Phases
+from overlapkit.measure.progress import progress_line
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
 from overlapkit.measure.sources import Coverage
 from overlapkit.measure.timeline import Timeline, Turn
+from overlapkit.measure.tracing import StepTracer
 from overlapkit.span import Span
 
 T = TypeVar("T")
 
 _WINDOW = 100  # steps that a report covers
-_BATCH = 8  # steps that are recorded together
+_BATCH = 10  # steps that are recorded together
 
 
 class StepMeter:
@@ -55,14 +70,22 @@ class StepMeter:
         checkpointer: Publishes the lane checkpoint.
         every: Measure every n-th step.
         history: How many records are kept.
-        trace_every: Not available yet.
+        peak_flops: Of the device, a second; None to look it up by the device's name and the model's dtypes.
+        flops_per_token: Of the model, forward and backward; None to count the operators of a step, which
+            cannot be done where torch.compile is at work.
+        trace_every: Trace the last of each so many steps with torch.profiler, read the trace in the
+            background, and let `report()` tell what it shows. A traced step is not measured.
+        trace_folder: Keep traces there, as rank-R-step-N.json.gz.
         hang_timeout: Not available yet.
         on_report: Callables, given a StepReport after each 100 measured steps.
+        on_log: Callables, given a step's number and the values that `log()` was given in it, once these
+            have arrived. What a callable raises is warned of once, and training goes on.
+        progress: Show a progress line on rank 0; an int says how many steps there will be.
 
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: A number is out of range, or `model` has no parameters.
-        NotImplementedError: `trace_every` or `hang_timeout` is set.
+        NotImplementedError: `hang_timeout` is set.
         RuntimeError: WORLD_SIZE is set but there is no process group.
     """
 
@@ -75,27 +98,44 @@ class StepMeter:
         *,
         every: int = 1,
         history: int = 1000,
+        peak_flops: float | None = None,
+        flops_per_token: float | None = None,
         trace_every: int | None = None,
+        trace_folder: str | PathLike[str] | None = None,
         hang_timeout: float | None = None,
         on_report: Sequence[Callable[[StepReport], object]] = (),
+        on_log: Sequence[Tell] = (),
+        progress: bool | int = False,
     ) -> None:
         check_parts(model, optimizer, loader, checkpointer)
-        check_options(every, history, on_report, trace_every, hang_timeout)
+        check_options(every, history, hang_timeout)
+        check_speed(peak_flops=peak_flops, flops_per_token=flops_per_token)
+        check_live(on_report, on_log, progress)
+        check_tracing(trace_every, trace_folder)
         self._rank, world = rank_and_world()
         parts = {"model": model, "optimizer": optimizer, "loader": loader, "checkpointer": checkpointer}
         self._ledger = Ledger(Coverage(parts, world), history)
         self._model = model
         self._optimizer = optimizer
         self._every = every
-        self._on_report = tuple(on_report)
+        self._speed = {"peak_flops": peak_flops, "flops_per_token": flops_per_token}
+        self._live = Live(on_report, on_log, progress_line(progress, self._rank, world))
         self._clock: Clock | None = None
         self._inside = threading.Lock()  # held inside a step
         self._index = 0  # of the step that is on, or of the next one
         self._recorded = 0
         self._closed = False
         self._phases = Phases(model, optimizer)
+        self._across = Across(self._ledger, every)
+        self._companions: list[Companion] = [self._across]  # first in, first told
+        self._tracer: StepTracer | None = None
+        if trace_every is not None:
+            self._tracer = StepTracer(
+                trace_every, trace_folder, self._rank, self._phases, self._ledger.coverage
+            )
+            self._companions.append(self._tracer)
         self._closeup = Closeup(model, self._phases, self._ledger.own)
-        self._companions: list[Companion] = [self._closeup]  # first in, first told
+        self._companions.append(self._closeup)  # after the tracer: a step that is traced is not measured
 
     @property
     def last(self) -> StepRecord | None:
@@ -109,6 +149,30 @@ class StepMeter:
         """What is on: a Segment's kind; "unmeasured" where `every` skips the step."""
         timeline = self._phases.timeline
         return timeline.kind if timeline is not None else "unmeasured"
+
+    @property
+    def logged(self) -> Mapping[str, float]:
+        """The latest value of each logged name that has arrived; on a device it is a few steps behind."""
+        return MappingProxyType(self._live.logged.latest)
+
+    def log(self, **values: object) -> None:
+        """Take values of the step that is on, or was last: the drop-in for `.item()`, without its wait.
+
+        Each is what the tensor holds now, whatever is written into it later. Once it has arrived, some steps
+        later on a GPU, it is in `logged`, on the progress line, and with everybody in `on_log`, in order.
+        None is lost: `close()`, or the interpreter's exit, waits for the last ones.
+
+        Args:
+            values: By name: tensors of one element, with gradient or without, on any device, or numbers.
+
+        Raises:
+            TypeError: A value is something else, or a DTensor that no rank holds whole.
+            ValueError: A tensor has more elements than one, or none.
+            RuntimeError: After close().
+        """
+        if self._closed:
+            raise RuntimeError("meter.log() after meter.close(): log before it")
+        self._live.logged.log(max(0, self._index - (not self._inside.locked())), values)
 
     def step(self, tokens: int | None = None) -> "_Step":
         """A context manager around one training step.
@@ -161,26 +225,35 @@ class StepMeter:
     def report(self, window: int = _WINDOW) -> StepReport:
         """The seven answers over the last `window` records.
 
-        The very first step is left out where there are others: it pays for what happens once.
+        The very first step is left out where there are others: it pays for what happens once. Ranks are
+        compared each 20 steps, beside the training; a window that is complete here is waited for, 1 s at
+        most, so any rank may call this alone.
 
         Raises:
             TypeError: `window` is not an int.
             ValueError: `window` is below 1.
         """
         check_count("window", window)
+        return self._report(window, patience=1.0)
+
+    def _report(self, window: int, patience: float) -> StepReport:
         self._recorded += self._ledger.settle()
-        return make_report(self._ledger, window, self._closeup, self._rank)
+        report = make_report(
+            self._ledger, window, self._closeup, self._rank, self._across.ranks(patience), **self._speed
+        )
+        return report if self._tracer is None else self._tracer.fold(report)
 
     def close(self) -> None:
-        """Take every hook off. Records and report() stay; step() is an error afterwards."""
+        """Take every hook off and deliver what was logged. Records and report() stay; step() is an error."""
         if self._closed:
             return
         self._closed = True
         self._phases.remove()
+        self._recorded += self._ledger.settle()
         for companion in self._companions:
             companion.close()
-        self._recorded += self._ledger.settle()
         self._ledger.coverage.close()
+        self._live.close()
 
     def _turn(self, kind: str) -> None:
         self._phases.turn(kind)
@@ -239,15 +312,12 @@ class StepMeter:
         return Turn(kind, now, self._clock.mark(now))
 
     def _publish(self) -> None:
-        """Once in a while: recording steps by the eight costs half of recording each by itself."""
-        if self._index % _BATCH and self._index % _WINDOW:
-            return
-        due = self._recorded // _WINDOW
-        self._recorded += self._ledger.settle()
-        if self._on_report and self._recorded // _WINDOW > due:
-            report = self.report()
-            for tell in self._on_report:
-                tell(report)
+        if self._index % _BATCH == 0 or self._index % _WINDOW == 0:  # one by one they cost twice as much
+            due = self._recorded // _WINDOW
+            self._recorded += self._ledger.settle()
+            if self._live.wants_reports and self._recorded // _WINDOW > due:
+                self._live.report(self._report(_WINDOW, patience=0.0))
+        self._live.step(self._index, self._ledger.records)
 
 
 class _Step:

@@ -29,7 +29,8 @@ def sentence(report: "StepReport") -> str:
         partial = f" (not measured: {', '.join(unknown)})" if unknown else ""
         return f"Healthy: {step} hides what was measured{waits}{partial}."
     worst = report.findings[0]
-    idle = worst.lane == "other" and report.trace is not None and report.device != "cpu"
+    of_trace = report.trace is not None and report.traced_step is None
+    idle = worst.lane == "other" and of_trace and report.device != "cpu"
     name = "An idle device" if idle else _NAMES.get(worst.lane, f"Waiting for {worst.lane}")
     return f"{name} costs {worst.exposed_ms:.1f} ms, {worst.share:.0%} of {step}; see {worst.component}."
 
@@ -68,6 +69,10 @@ def _heading(report: "StepReport") -> str:
         facts.append(f"{report.tokens_per_s:,.0f} tokens/s")
     if report.peak_memory is not None:
         facts.append(f"peak {report.peak_memory / 2**20:,.0f} MiB")
+    if report.traced_step is not None:
+        facts.append(f"traced step {report.traced_step}")
+    if report.trace_note is not None:
+        facts.append(report.trace_note)
     return " · ".join(facts)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.advice import Finding, find
 from overlapkit.measure.answers import Answer, answer
 from overlapkit.measure.closeup import Closeup
@@ -34,7 +35,7 @@ class StepReport:
         first_step: Index of the first of them, or None.
         last_step: Index of the last, or None.
         device: Whose clock timed the phases.
-        rank: Of this process; every rank reports for itself.
+        rank: Of this process; every rank reports for itself, and all that `ranks` holds.
         world: Number of ranks.
         period_ms: Mean milliseconds a step.
         exposed_share: Share of the time in which steps stood still for transfer, communication,
@@ -46,8 +47,13 @@ class StepReport:
         answers: The seven, in order.
         findings: What is worth mending, the costliest first; empty where all is well.
         detail: What lies within the parts: buckets, units, microbatches, saves and so on.
+        ranks: All ranks side by side: median, worst and skew of each part, who came late, whose collectives
+            differ. None where they were not compared; answer 5 says why.
         records: The steps themselves.
         trace: What `explain()` found beside: the lanes of the whole trace, of each step and of each rank.
+            Of a meter with `trace_every`, those of the latest step that it traced.
+        traced_step: Which step that was.
+        trace_note: Why there is no later one, where one was due.
     """
 
     steps: int
@@ -68,6 +74,9 @@ class StepReport:
     _spans: tuple[Span, ...] = field(repr=False)
     trace: "TraceDetail | None" = field(default=None, repr=False)
     detail: StepDetail | None = field(default=None, repr=False)
+    traced_step: int | None = None
+    trace_note: str | None = None
+    ranks: Ranks | None = None
 
     def __str__(self) -> str:
         return render(self)
@@ -86,9 +95,12 @@ class StepReport:
         return {
             "verdict": self.verdict,
             **{name: getattr(self, name) for name in (*names, "tokens_per_s", "peak_memory")},
+            "traced_step": self.traced_step,
+            "trace_note": self.trace_note,
             "parts": {name: asdict(part) for name, part in self.parts.items()},
             "answers": [asdict(one) for one in self.answers],
             "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],
+            "ranks": None if self.ranks is None else self.ranks.to_dict(),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             **({"detail": self.detail.to_dict()} if self.detail is not None else {}),
             **(self.trace.to_dict() if self.trace is not None else {}),
@@ -143,12 +155,23 @@ def make_report(
     window: int,
     closeup: Closeup,
     rank: int,
+    ranks: Ranks | str = "not compared",
     *,
     peak_flops: float | None = None,
     flops_per_token: float | None = None,
 ) -> StepReport:
-    """Look back over the last `window` records."""
-    seen = Window(ledger, window)
+    """Look back over the last `window` records.
+
+    Args:
+        ledger: Of the meter.
+        window: How many records.
+        closeup: What it looked at in some steps only.
+        rank: Of this process.
+        ranks: All ranks compared, or why they are not.
+        peak_flops: A second, of the device, or None to look it up.
+        flops_per_token: Of the model, or None to count.
+    """
+    seen = Window(ledger, window, ranks)
     speed = Speed(closeup, seen.coverage.device, seen.tokens, peak_flops, flops_per_token)
     detail = look_within(seen, closeup, speed)
     records = tuple(seen.records)
@@ -171,4 +194,5 @@ def make_report(
         detail=detail,
         _traces=tuple(seen.traces),
         _spans=tuple(seen.spans),
+        ranks=ranks if isinstance(ranks, Ranks) else None,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.intervals import length, union
 from overlapkit.measure.ledger import Ledger, Trace
 from overlapkit.measure.record import StepRecord
@@ -45,9 +46,11 @@ class Window:
         ledger: Where they come from.
         steps: How many records; step 0 and steps whose operators were counted are left out where there are
             others.
+        ranks: All ranks compared, or why they are not.
     """
 
-    def __init__(self, ledger: Ledger, steps: int) -> None:
+    def __init__(self, ledger: Ledger, steps: int, ranks: Ranks | str = "not compared") -> None:
+        self.ranks = ranks
         with ledger.lock:
             records = list(ledger.records)[-steps:]
             self.traces: list[Trace] = list(ledger.traces)[-steps:]

@@ -2,72 +2,104 @@
 
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from overlapkit.parallel.failure import roll_of
 from overlapkit.span import Span, SpanLog
 
 LANE = "communication"
 TAIL = "all_reduce tail"
 
 
+@dataclass(slots=True)
+class Reduction:
+    """One bucket under way.
+
+    Attributes:
+        parameters: Names of the bucket's parameters.
+        bytes: What this rank sends.
+        ready: When this rank had all its gradients, on the host.
+        start: When the backend began with it, on the host; None while it waits for those before it.
+    """
+
+    parameters: tuple[str, ...]
+    bytes: int
+    ready: int
+    start: int | None = None
+
+    @property
+    def name(self) -> str:
+        """First and last parameter of the bucket, and how many there are."""
+        first, last, count = self.parameters[0], self.parameters[-1], len(self.parameters)
+        return f"all_reduce {first}" + (f" .. {last} ({count})" if count > 1 else "")
+
+
 class BucketTimes:
     """State of the communication hook: names, spans, and what is still under way in this backward.
 
-    A copy or a pickle of it is empty: a copied DDP module makes new buckets, without the hook.
-
     Args:
         names: Name of each parameter.
+        group: Over which ranks gradients are averaged.
         wire: Dtype in which gradients travel, or None for their own.
     """
 
     def __init__(
-        self, names: dict[torch.nn.Parameter, str] | None = None, wire: torch.dtype | None = None
+        self, names: dict[torch.nn.Parameter, str], group: dist.ProcessGroup, wire: torch.dtype | None = None
     ) -> None:
         self.wire = wire
-        self._names = names or {}
+        self.group = group
+        self.roll = roll_of(group)
+        self.backwards = 0
+        self._names = names
         self._log = SpanLog()
         self._lock = threading.Lock()
         self._running = 0
+        self._queued: deque[Reduction] = deque()
+        self._at_once = _at_once(group)
         self._tail: int | None = None
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-
-    def __reduce__(self) -> tuple[type["BucketTimes"], tuple[()]]:
-        return BucketTimes, ()
 
     def take(self) -> list[Span]:
         """The spans finished since the last call."""
         return self._log.take()
 
-    def name(self, bucket: Any) -> str:
-        """First and last parameter of a bucket, and how many there are."""
-        parameters = bucket.parameters()
-        first, last = (self._names.get(parameters[place], "?") for place in (0, -1))
-        return f"all_reduce {first}" + (f" .. {last} ({len(parameters)})" if len(parameters) > 1 else "")
+    def reduction(self, bucket: Any, sent: torch.Tensor) -> Reduction:
+        """What is to be known of a bucket that is ready now; `sent` is what travels."""
+        names = tuple(self._names.get(parameter, "?") for parameter in bucket.parameters())
+        return Reduction(names, _nbytes(sent), time.perf_counter_ns())
 
-    def begin(self, last: bool) -> int:
-        """A bucket is ready on the host; `last` if backward has no other left. Returns when."""
+    def begin(self, reduction: Reduction, last: bool) -> None:
+        """A bucket went to the host's backend; `last` if backward has no other left."""
         with self._lock:
+            if self._running < self._at_once:
+                reduction.start = reduction.ready
+            else:
+                self._queued.append(reduction)
             self._running += 1
-            now = time.perf_counter_ns()
             if last:
-                self._tail = now
-            return now
+                self._tail = reduction.ready
 
-    def end(self, name: str, start: int, nbytes: int) -> None:
-        """That bucket is done. Called from the backend's threads."""
+    def end(self, reduction: Reduction) -> None:
+        """That bucket is done, or has failed. Called from the backend's threads."""
         with self._lock:
-            self._running -= 1
             now = time.perf_counter_ns()
-            self._log.add(Span(LANE, name, start, now, nbytes))
+            self._running -= 1
+            if self._queued:
+                self._queued.popleft().start = now
+            start = now if reduction.start is None else reduction.start
+            span = Span(LANE, reduction.name, start, now, reduction.bytes)
+            self._log.add(span._replace(ready=reduction.ready, parameters=reduction.parameters))
             if self._running == 0 and self._tail is not None:
                 self._log.add(Span(LANE, TAIL, self._tail, now, exposed=True))
                 self._tail = None
 
     def watch(
-        self, future: torch.futures.Future[Any], device: torch.device, name: str, nbytes: int, last: bool
+        self, future: torch.futures.Future[Any], device: torch.device, reduction: Reduction, last: bool
     ) -> None:
         """Time a reduction that is queued on the device, on streams that only wait for it.
 
@@ -77,24 +109,25 @@ class BucketTimes:
         if self._streams is None:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         buckets, tail = self._streams
-        self._watch(buckets, future, name, nbytes, exposed=False)
-        if last:
-            self._watch(tail, future, TAIL, None, exposed=True)
-
-    def _watch(
-        self,
-        stream: torch.cuda.Stream,
-        future: torch.futures.Future[Any],
-        name: str,
-        nbytes: int | None,
-        exposed: bool,
-    ) -> None:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        computing = torch.cuda.current_stream(device)
+        ready = self._log.mark(computing)
+        buckets.wait_stream(computing)
         with (
-            torch.cuda.stream(stream),
-            self._log.stream(LANE, name, stream, bytes=nbytes, exposed=exposed),
+            torch.cuda.stream(buckets),
+            self._log.stream(
+                LANE,
+                reduction.name,
+                buckets,
+                bytes=reduction.bytes,
+                ready=ready,
+                parameters=reduction.parameters,
+            ),
         ):
             future.wait()  # of a queued collective: makes this stream wait, not the host
+        if last:
+            tail.wait_stream(computing)
+            with torch.cuda.stream(tail), self._log.stream(LANE, TAIL, tail, exposed=True):
+                future.wait()
 
 
 def all_reduce(
@@ -105,22 +138,26 @@ def all_reduce(
 
     Without compression the arithmetic is that of DDP without a hook: scaled by 1 / ranks, then summed.
     """
-    buffer = bucket.buffer()
-    name, last, start = times.name(bucket), bucket.is_last(), 0
-    sent = buffer.mul_(1.0 / dist.get_world_size())
+    buffer, last = bucket.buffer(), bucket.is_last()
+    sent = buffer.mul_(1.0 / times.group.size())
     if times.wire is not None:
         sent = sent.to(times.wire)
+    reduction = times.reduction(bucket, sent)
+    what = f"{reduction.name} in backward {times.backwards}"
     on_host = not sent.is_cuda
+    times.backwards += last
+    with times.roll.naming(what):
+        future = dist.all_reduce(sent, group=times.group, async_op=True).get_future()
     if on_host:
-        start = times.begin(last)
-    future = dist.all_reduce(sent, async_op=True).get_future()
-    if not on_host and future.done():  # NCCL's are done once queued; others finish on the host
-        times.watch(future, sent.device, name, sent.nbytes, last)
+        times.begin(reduction, last)
+    elif future.done():  # NCCL's are done once queued; others finish on the host
+        times.watch(future, sent.device, reduction, last)
 
     def finish(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         if on_host:
-            times.end(name, start, sent.nbytes)
-        (reduced,) = done.value()  # raises what the collective raised
+            times.end(reduction)
+        with times.roll.naming(what):
+            (reduced,) = done.value()  # raises what the collective raised
         if reduced.dtype == buffer.dtype:
             return reduced
         averaged: torch.Tensor = buffer.copy_(reduced)
@@ -128,3 +165,18 @@ def all_reduce(
 
     averages: torch.futures.Future[torch.Tensor] = future.then(finish)
     return averages
+
+
+def _nbytes(sent: torch.Tensor) -> int:
+    if sent.layout == torch.strided:
+        return sent.nbytes
+    return sent._indices().nbytes + sent._values().nbytes
+
+
+def _at_once(group: dist.ProcessGroup) -> int:
+    """How many collectives the host's backend runs side by side: one for each of gloo's threads."""
+    try:
+        options: Any = group._get_backend(torch.device("cpu")).options
+    except (RuntimeError, AttributeError):  # no backend for the host, or one without options
+        return 1
+    return int(getattr(options, "_threads", 1))

@@ -17,6 +17,7 @@ class UnitRow:
 
     Attributes:
         name: Its modules' names joined by "+", or "(root)".
+        modules: Those names, as `ShardPlan.units` has them; empty for the root.
         parameters: Names of its parameters in the model.
         elements: Their number of elements, without padding.
         gathered: Bytes of one all-gather's output: all parameters, padded to the ranks that share them,
@@ -28,6 +29,7 @@ class UnitRow:
     """
 
     name: str
+    modules: tuple[str, ...]
     parameters: tuple[str, ...]
     elements: int
     gathered: int
@@ -55,6 +57,7 @@ class Description:
 
         total = UnitRow(
             "total",
+            (),
             (),
             sum(row.elements for row in self.units),
             sum(row.gathered for row in self.units),
@@ -101,6 +104,7 @@ def describe_units(
         rows.append(
             UnitRow(
                 unit.name,
+                unit.module_names,
                 tuple(unit.parameters),
                 sum(p.numel() for p in parameters),
                 sum(_padded(p, ranks) * gathered[p].itemsize for p in parameters),

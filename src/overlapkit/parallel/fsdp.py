@@ -9,12 +9,14 @@ import torch.nn as nn
 
 from overlapkit.parallel.description import Description
 from overlapkit.parallel.preconditions import check_unbuilt
+from overlapkit.parallel.schedule import Schedule, first
+from overlapkit.parallel.shard_plan import ShardPlan
 from overlapkit.parallel.sharding import Sharding
-from overlapkit.parallel.units import Unit, prefetch_order
+from overlapkit.parallel.units import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -26,7 +28,7 @@ def shard(
     mesh: "DeviceMesh | None" = None,
     *,
     units: str | Sequence[Any] = "auto",
-    plan: None = None,
+    plan: ShardPlan | None = None,
     mp_policy: "MixedPrecisionPolicy | str | None" = None,
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
@@ -35,6 +37,10 @@ def shard(
     compile_blocks: bool = False,
     offload: bool = False,
     ignored: Iterable[Any] = (),
+    unshard_early: bool = False,
+    reduce_scatter_buffers: int | None = None,
+    separate_reduce_scatter: bool = False,
+    comm_memory: str | None = None,
 ) -> M:
     """Shard a model over the ranks of a mesh with FSDP2, in place, and return it.
 
@@ -46,10 +52,14 @@ def shard(
     unchanged, so that one script serves one process and many.
 
     The model gets an attribute `timings`: a callable that returns the `Span`s of the collectives that
-    finished since its last call. An all-gather's or reduce-scatter's span has its bytes and its unit's
-    name. On the CPU, spans with `exposed=True` are when the training thread stood still: "wait ..." for
-    an all-gather, and all of a reduce-scatter or all-reduce. On CUDA, spans are of the communication
-    stream, none is marked exposed, and the all-reduce of a 2-D mesh is not recorded.
+    finished since its last call. Those of "all_gather UNIT", "reduce_scatter UNIT" and, on a 2-D mesh,
+    "all_reduce UNIT" have bytes and parameter names. Spans with `exposed=True` are when the step stood
+    still: "wait ..." for one of these, on CUDA "reduce_scatter tail" at the end of backward, and on the CPU
+    all of an all-reduce.
+
+    On the CPU, over gloo, both collectives are direct sends, and backward does not wait for a reduce-scatter
+    whose result is a new gradient. So gradients are whole when `backward` returns, as on CUDA; where some
+    are kept from an earlier backward (not set to None) each reduce-scatter is waited for. docs/parallel.md.
 
     Args:
         model: A module with parameters, on a real device, not wrapped or compiled.
@@ -58,7 +68,7 @@ def shard(
         units: "auto": each repeated block; the largest embedding, where the model has an untied output
             projection; [norm, projection] together; and everything else, tied weights included, in the
             root unit. Or a list of modules, names, or lists of those (one unit each), in forward order.
-        plan: Not there yet.
+        plan: A ShardPlan: what it decides need not, and must not, be given here, too.
         mp_policy: "bf16" (bf16 parameters, fp32 reduction), a MixedPrecisionPolicy, or None.
         forward_prefetch: How many following units' all-gathers a unit starts, in the order of `units`;
             0 leaves it to FSDP2.
@@ -72,19 +82,35 @@ def shard(
         offload: Not there yet.
         ignored: Parameters, modules or names of either that stay as they are: not sharded, moved, or
             reduced.
+        unshard_early: Gather what forward needs first (the root unit, or the first where the root has no
+            parameters) as soon as an optimizer that has some of it returns from `step`. Worth it where
+            the loop does something else before the next forward. Costs one small all-reduce a step, with
+            which the ranks agree that the weights are still those that were gathered; if not, they are
+            gathered again.
+        reduce_scatter_buffers: How many reduce-scatters may be under way, each with its buffer, while
+            backward goes on. None for torch's 1 on CUDA, and 2 on the CPU. More than 1 on CUDA needs
+            torch 2.13.
+        separate_reduce_scatter: A communicator of its own for the reduce-scatters, so that NCCL need not
+            run them and the all-gathers in turns. Needs torch 2.13.
+        comm_memory: On CUDA, "symmetric": all-gathers use NCCL's symmetric memory (torch 2.12; their spans
+            are not recorded). "group": buffers come from the process group's allocator, as SHARP wants it
+            (no spans are recorded). None for ordinary memory.
 
     Raises:
         TypeError: An argument is of a wrong type.
         ValueError: An argument's value or the model's state forbids it; the message says what to do.
-        RuntimeError: WORLD_SIZE is set above 1 and there is no process group.
+        RuntimeError: WORLD_SIZE is set above 1 and there is no process group, or this torch is too old for
+            an option.
         NotImplementedError: An option that is not there yet is set, or the model is on the meta device
             or tensor-parallel.
     """
-    check_unbuilt(plan=plan, recompute=recompute, compile_blocks=compile_blocks, offload=offload)
+    check_unbuilt(recompute=recompute, compile_blocks=compile_blocks, offload=offload)
+    schedule = Schedule(reduce_scatter_buffers, separate_reduce_scatter, comm_memory, unshard_early)
     sharding = Sharding.of(
         "shard",
         model,
         mesh,
+        plan=plan,
         units=units,
         mp_policy=mp_policy,
         forward_prefetch=forward_prefetch,
@@ -92,6 +118,7 @@ def shard(
         reshard=reshard,
         ignored=ignored,
     )
+    schedule.check(sharding.mesh)
     if sharding.mesh is None:
         if mp_policy is not None:
             raise ValueError(
@@ -102,9 +129,9 @@ def shard(
     if hasattr(model, "timings"):
         raise ValueError("model has an attribute 'timings' already: rename it, shard puts its own there")
     description = sharding.description()
-    _apply(sharding)
-    if reshard == "auto":
-        _free_after_inference(model, sharding.units)
+    _apply(sharding, schedule)
+    if sharding.freed_after_inference:
+        _free_after_inference(model, sharding.freed_after_inference)
     _done[model] = description
     return model
 
@@ -114,6 +141,7 @@ def describe(
     mesh: "DeviceMesh | None" = None,
     *,
     units: str | Sequence[Any] = "auto",
+    plan: ShardPlan | None = None,
     mp_policy: "MixedPrecisionPolicy | str | None" = None,
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
@@ -128,6 +156,7 @@ def describe(
         model: The model, before or after `shard`.
         mesh: As for `shard`. Without it, and without a process group, sizes are those of one rank.
         units: As for `shard`.
+        plan: As for `shard`.
         mp_policy: As for `shard`.
         forward_prefetch: As for `shard`.
         backward_prefetch: As for `shard`.
@@ -143,6 +172,7 @@ def describe(
         "describe",
         model,
         mesh,
+        plan=plan,
         units=units,
         mp_policy=mp_policy,
         forward_prefetch=forward_prefetch,
@@ -152,7 +182,7 @@ def describe(
     ).description()
 
 
-def _apply(sharding: Sharding) -> None:
+def _apply(sharding: Sharding, schedule: Schedule) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # Inner before outer: a call takes what no earlier call has taken.
@@ -165,51 +195,17 @@ def _apply(sharding: Sharding) -> None:
             ignored_params=sharding.ignored or None,
         )
         if unit.reshard and not unit.regathers:
-            _first(unit).set_unshard_in_backward(False)
-    _set_prefetch(sharding)
-    _set_collectives(sharding)
+            first(unit).set_unshard_in_backward(False)
+    schedule.apply(sharding)
 
 
 def _size(unit: Unit) -> int:
     return sum(1 for module in unit.modules for _ in module.modules())
 
 
-def _first(unit: Unit) -> "FSDPModule":
-    """The modules of a unit share one state: any of them stands for it."""
-    module: Any = unit.modules[0]
-    return module  # type: ignore[no-any-return]
-
-
-def _set_prefetch(sharding: Sharding) -> None:
-    order = prefetch_order(sharding.units, sharding.forward_prefetch, sharding.backward_prefetch)
-    for unit, (ahead, behind) in zip(sharding.units, order, strict=True):
-        if ahead:
-            _first(unit).set_modules_to_forward_prefetch([_first(sharding.units[place]) for place in ahead])
-        # An empty list would mean FSDP2's own choice; a unit that prefetches itself does nothing.
-        _first(unit).set_modules_to_backward_prefetch(
-            [_first(sharding.units[place]) for place in behind] or [_first(unit)]
-        )
-
-
-def _set_collectives(sharding: Sharding) -> None:
-    from overlapkit.parallel.collectives import AllGather, ReduceScatter
-    from overlapkit.span import SpanLog
-
-    assert sharding.mesh is not None
-    log = SpanLog()
-    for unit in sharding.units:
-        module: Any = _first(unit)  # torch's interface of these two is private; it is used by its methods
-        reduce_scatter = ReduceScatter(log, unit.name)
-        module.set_custom_all_gather(AllGather(log, unit.name))
-        module.set_custom_reduce_scatter(reduce_scatter)
-        if sharding.mesh.ndim == 2 and sharding.mesh.device_type == "cpu":
-            module.set_all_reduce_hook(reduce_scatter.all_reduced)
-    sharding.model.__dict__["timings"] = log.take  # no parameter, buffer or module: nn.Module need not know
-
-
 def _free_after_inference(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Without a backward nothing else frees a kept unit, and its copy goes stale (pytorch#149029)."""
-    kept = [_first(unit) for unit in units if not unit.reshard]
+    """Without a backward nothing else frees what is kept for one: it goes stale (pytorch#149029, #147179)."""
+    kept = [first(unit) for unit in units]
 
     def free(module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

@@ -10,6 +10,7 @@ import torch.nn as nn
 from overlapkit.device import has_process_group, rank_and_world
 from overlapkit.parallel.description import Description, describe_units
 from overlapkit.parallel.preconditions import check_model
+from overlapkit.parallel.shard_plan import check_names, fill
 from overlapkit.parallel.structure import can_forward
 from overlapkit.parallel.units import Unit, find_ignored, resolve_units
 
@@ -30,6 +31,8 @@ class Sharding:
         policy: Dtypes, or None for the parameters' own.
         forward_prefetch: Depth.
         backward_prefetch: Depth.
+        freed_after_inference: Units that forward leaves gathered, whole or among fewer ranks, for a backward
+            that a forward without gradients does not have.
     """
 
     model: nn.Module
@@ -39,6 +42,7 @@ class Sharding:
     policy: "MixedPrecisionPolicy | None"
     forward_prefetch: int
     backward_prefetch: int
+    freed_after_inference: list[Unit]
 
     @classmethod
     def of(
@@ -47,6 +51,7 @@ class Sharding:
         model: Any,
         mesh: Any,
         *,
+        plan: Any,
         units: Any,
         mp_policy: Any,
         forward_prefetch: Any,
@@ -55,26 +60,41 @@ class Sharding:
         ignored: Iterable[Any],
     ) -> "Sharding":
         """Check the arguments that the user gave to `function`, together and in full."""
+        chosen = fill(
+            plan,
+            units=(units, "auto"),
+            reshard=(reshard, "auto"),
+            forward_prefetch=(forward_prefetch, 1),
+            backward_prefetch=(backward_prefetch, 1),
+        )
         check_model(model, function)
         if not can_forward(model):
             raise ValueError(
                 f"model is a {type(model).__name__}, which has no forward: {function} takes a module "
                 "that is called"
             )
-        for argument, depth in (
-            ("forward_prefetch", forward_prefetch),
-            ("backward_prefetch", backward_prefetch),
-        ):
+        for argument in ("forward_prefetch", "backward_prefetch"):
+            depth = chosen[argument]
             if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
                 raise ValueError(f"{argument}={depth!r}: give the number of units to gather ahead, 0 or more")
         left_alone = find_ignored(model, ignored)
         mesh = _mesh(model, mesh, left_alone)
-        _check_reshard(reshard, mesh)
-        resolved = resolve_units(model, units, reshard, left_alone)
+        _check_reshard_kind(chosen["reshard"])
+        check_names(plan, model)
+        resolved = resolve_units(model, chosen["units"], chosen["reshard"], left_alone)
         for unit in resolved:
+            _check_reshard(unit, mesh, "reshard" if plan is None else "plan")
             _check_unit(unit)
-        policy = _policy(mp_policy)
-        return cls(model, mesh, resolved, left_alone, policy, forward_prefetch, backward_prefetch)
+        return cls(
+            model,
+            mesh,
+            resolved,
+            left_alone,
+            _policy(mp_policy),
+            chosen["forward_prefetch"],
+            chosen["backward_prefetch"],
+            [] if reshard is False else [unit for unit in resolved if unit.reshard is not True],
+        )
 
     def description(self) -> Description:
         """The table of what will happen."""
@@ -143,18 +163,20 @@ def _mesh(model: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> "DeviceMes
     return mesh
 
 
-def _check_reshard(reshard: Any, mesh: "DeviceMesh | None") -> None:
-    if reshard == "auto" or isinstance(reshard, bool):
-        return
-    if not isinstance(reshard, int):
+def _check_reshard_kind(reshard: Any) -> None:
+    if reshard != "auto" and not isinstance(reshard, (int, tuple)):
         raise ValueError(f"reshard={reshard!r}: give 'auto', True, False, or a number of ranks")
-    if mesh is None:
+
+
+def _check_reshard(unit: Unit, mesh: "DeviceMesh | None", source: str) -> None:
+    if isinstance(unit.reshard, bool) or mesh is None:
         return
     shards = mesh.size(-1)
-    if not 1 < reshard < shards or shards % reshard:
+    if not 1 < unit.reshard < shards or shards % unit.reshard:
+        where = f"plan: unit {unit.name}: " if source == "plan" else ""
         raise ValueError(
-            f"reshard={reshard}: a number of ranks must divide the {shards} ranks that share a parameter, "
-            "and be neither 1 (that is False) nor all of them (that is True)"
+            f"{where}reshard={unit.reshard}: a number of ranks must divide the {shards} ranks that share a "
+            "parameter, and be neither 1 (that is False) nor all of them (that is True)"
         )
 
 

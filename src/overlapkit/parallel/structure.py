@@ -50,7 +50,7 @@ def find_structure(model: nn.Module) -> Structure:
 
 def can_forward(module: nn.Module) -> bool:
     """Whether calling the module does anything; a ModuleList, for one, only holds others."""
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -16,23 +16,30 @@ class Unit:
     """What one fully_shard call gathers together.
 
     Attributes:
-        name: Its modules' names joined by "+", or "(root)".
+        module_names: Names of the modules of the call; none for the root.
         modules: The modules of the call.
         parameters: The parameters that it gathers, by their name in the model; none is in two units.
         reshard: Passed on as reshard_after_forward.
         regathers: Whether backward gathers the parameters again.
     """
 
-    name: str
+    module_names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     parameters: dict[str, nn.Parameter]
     reshard: bool | int
     regathers: bool
 
+    @property
+    def name(self) -> str:
+        """Its modules' names joined by "+", or "(root)"."""
+        return "+".join(self.module_names) or ROOT
 
-def resolve_units(
-    model: nn.Module, units: Any, reshard: bool | int | str, ignored: set[nn.Parameter]
-) -> list[Unit]:
+
+Reshard = bool | int | str | tuple[bool | int, ...]
+"""The `reshard` argument of `shard`; or one value for each listed unit, as a plan has them."""
+
+
+def resolve_units(model: nn.Module, units: Any, reshard: Reshard, ignored: set[nn.Parameter]) -> list[Unit]:
     """Turn the `units` and `reshard` arguments of `shard` into units, in forward order, the root last.
 
     Raises:
@@ -42,7 +49,8 @@ def resolve_units(
     auto = isinstance(units, str)
     if auto and units != "auto":
         raise ValueError(f"units={units!r}: give 'auto', or a list of modules or of their names")
-    groups, kept, embedding = _auto_groups(model) if auto else (_listed_groups(model, units), set(), None)
+    groups, kept, embedding = _auto_groups(model)
+    groups = groups if auto else _listed_groups(model, units)
     owned, shared = _own_parameters(model, groups, ignored)
     if auto:
         # The root is gathered all through forward: there, a weight with two users is always right.
@@ -51,13 +59,16 @@ def resolve_units(
     else:
         _refuse_bad_groups(model, groups, owned, shared)
     resolved = []
-    for group, parameters in zip(groups, owned, strict=False):  # the root's parameters come last
-        reshards = group not in kept if isinstance(reshard, str) else reshard
+    for place, (group, parameters) in enumerate(zip(groups, owned, strict=False)):  # the root's come last
+        if isinstance(reshard, tuple):
+            reshards = reshard[place]
+        else:
+            reshards = group not in kept if isinstance(reshard, str) else reshard
         modules = tuple(model.get_submodule(name) for name in group)
         needless = group == embedding and _backward_needs_no_weight(modules[0])
-        resolved.append(Unit("+".join(group), modules, parameters, reshards, bool(reshards) and not needless))
-    at_root = not isinstance(reshard, str) and reshard
-    return [*resolved, Unit(ROOT, (model,), owned[-1], at_root, bool(at_root))]
+        resolved.append(Unit(group, modules, parameters, reshards, bool(reshards) and not needless))
+    at_root = reshard if isinstance(reshard, int) else False
+    return [*resolved, Unit((), (model,), owned[-1], at_root, bool(at_root))]
 
 
 def prefetch_order(units: Sequence[Unit], forward: int, backward: int) -> list[tuple[list[int], list[int]]]:

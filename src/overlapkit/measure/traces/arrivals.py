@@ -1,21 +1,15 @@
-"""Who came late: collectives of several ranks side by side, on one clock.
-
-A collective begins on a rank when that rank arrives and ends on all at once, so the ends align the clocks and
-the starts say who was waited for: wait = latest start - own start, transfer = the least duration of any rank.
-"""
+"""Who came late: collectives of several ranks side by side, on one clock (see `measure.arrival`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from overlapkit.measure.intervals import length, union
+from overlapkit.measure.arrival import Meeting, attend, clock_offsets, time_waited
 from overlapkit.measure.traces.columns import Collective, Ints
 from overlapkit.measure.traces.lanes import COMMUNICATION
 from overlapkit.measure.traces.timeline import UNKNOWN, Timeline
 from overlapkit.measure.traces.traced import TracedRank, TracedStep
-
-_AGREE_NS = 10_000  # ends of one collective agree within 7 us where the clock is the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,30 +103,38 @@ def compare(ranks: Sequence[TracedRank]) -> Arrivals | str:
     matched = [match for group in _groups(ranks) for match in _matches(group)]
     if not matched:
         return "no collective was recorded by several ranks"
-    offsets = _offsets(len(ranks), matched)
+    meetings = [_meeting(match) for match in matched]
+    offsets = clock_offsets(len(ranks), meetings)
     waits: list[dict[int, int]] = [{} for _ in ranks]
     last, transfer = [0] * len(ranks), 0
-    for match in matched:
-        starts = {place: int(one.timeline.starts[row]) - offsets[place] for place, one, row in match}
-        latest = max(starts, key=lambda place: starts[place])
-        last[latest] += 1
-        transfer += min(int(one.timeline.ends[row] - one.timeline.starts[row]) for _, one, row in match)
-        for place, _, row in match:
-            waits[place][row] = starts[latest] - starts[place]
+    for match, meeting in zip(matched, meetings, strict=True):
+        seen = attend(meeting, offsets)
+        last[int(seen.last[0])] += 1
+        transfer += int(seen.transfer[0])
+        for (place, _, row), wait in zip(match, seen.waits[0], strict=True):
+            waits[place][row] = int(wait)
     arrivals = [
-        Arrival(one.rank, _waited(one, waits[place]), last[place], len(waits[place]), offsets[place])
+        Arrival(one.rank, _waited(one, waits[place]), last[place], len(waits[place]), int(offsets[place]))
         for place, one in enumerate(ranks)
     ]
     return Arrivals(len(matched), transfer, tuple(arrivals), tuple(waits))
 
 
 def _waited(one: TracedRank, waits: dict[int, int]) -> int:
-    starts = ((int(one.timeline.starts[row]), wait) for row, wait in waits.items())
-    return length(union((start, start + wait) for start, wait in starts))
+    rows = np.array(list(waits), dtype=np.int64)
+    lengths = np.array(list(waits.values()), dtype=np.int64)
+    return int(time_waited(one.timeline.starts[rows][:, None], lengths[:, None])[0])
 
 
 _Entry = tuple[int, TracedRank, Ints]  # place among the ranks, the rank, its rows in the order of launches
 _Match = list[tuple[int, TracedRank, int]]  # one collective: the same with its one row
+
+
+def _meeting(match: _Match) -> Meeting:
+    places = np.array([place for place, _, _ in match])
+    starts = np.array([[int(one.timeline.starts[row]) for _, one, row in match]])
+    ends = np.array([[int(one.timeline.ends[row]) for _, one, row in match]])
+    return Meeting(places, starts, ends)
 
 
 def _groups(ranks: Sequence[TracedRank]) -> Iterator[list[_Entry]]:
@@ -190,19 +192,3 @@ def _by_step(group: list[_Entry]) -> Iterator[list[_Entry]]:
             (place, one, rows[(of == number) & (one.timeline.steps[rows] >= 0)])
             for (place, one, rows), of in zip(group, numbers, strict=True)
         ]
-
-
-def _offsets(ranks: int, matched: list[_Match]) -> list[int]:
-    """How far each clock is ahead: the median over all collectives of how much later they end on it."""
-    off: list[list[float]] = [[] for _ in range(ranks)]
-    for match in matched:
-        ends = [int(one.timeline.ends[row]) for _, one, row in match]
-        middle = sorted(ends)[len(ends) // 2]
-        for (place, _, _), end in zip(match, ends, strict=True):
-            off[place].append(end - middle)
-    found = []
-    for differences in off:
-        middle = round(float(np.median(differences))) if differences else 0
-        spread = float(np.median(np.abs(np.array(differences) - middle))) if differences else 0.0
-        found.append(middle if abs(middle) > max(_AGREE_NS, 3 * spread) else 0)
-    return found

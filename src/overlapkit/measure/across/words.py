@@ -1,0 +1,83 @@
+"""What the comparison of ranks says, in words: the verdict on arrival, the split of the tail, the remedy."""
+
+from overlapkit.measure.across.ranks import LateRank, Ranks
+
+_REMEDY = {
+    "forward": "it computes longer in forward",
+    "backward": "it computes longer in backward",
+    "optimizer": "its optimizer takes longer",
+    "input": "its batches come late: look at its storage and its loader's workers",
+    "transfer": "its copies to the device are slow: look at its host memory and PCIe link",
+    "checkpoint": "its saves hold it up: look at its storage",
+    "garbage": "Python's garbage collector runs there: overlapkit.collect_garbage(every=...) collects on all "
+    "ranks at the same step",
+    "other": "its host does more between the phases: look for logging, metrics or saving on this rank alone",
+}
+_COMPUTE = (
+    ": compare its batch (longer samples), its GPU's clocks (nvidia-smi -q -d PERFORMANCE) and its host"
+)
+
+
+def together(ranks: Ranks) -> tuple[float, str, str]:
+    """Answer 5: milliseconds a step that lateness costs, the verdict, the evidence."""
+    cost, share = ranks.late_ms, _share(ranks)
+    seen = f"{ranks.steps} steps" + (f", {ranks.collectives} collectives" if ranks.collectives else "")
+    if ranks.mismatches:
+        return cost, "no, collectives differ", str(ranks.mismatches[0])
+    number = f"{cost:.2f} ms, {share:.1%}"
+    if not ranks.late:
+        evidence = f"no rank was late in {seen}"
+    elif ranks.rotating:
+        evidence = f"the latest rank changes from step to step: {_listed(ranks.late)} ({seen})"
+    else:
+        evidence = f"{_listed(ranks.late)} ({seen})"
+    if ranks.missing:
+        evidence += f"; nothing came from rank {', '.join(map(str, ranks.missing))}"
+    if ranks.unseen:
+        evidence += f"; {ranks.unseen}"
+    return cost, f"no, {number}" if is_late(ranks) else f"yes ({number})", evidence
+
+
+def tail_split(ranks: Ranks) -> str | None:
+    """For answer 6: exposed communication as transfer and as waiting for a late rank."""
+    if ranks.transfer_ms is None or ranks.waiting_ms is None:
+        return None
+    waiting = f"{ranks.waiting_ms:.2f} ms waiting for a late rank"
+    return f"{ranks.transfer_ms:.2f} ms transfer, " + waiting + " (mean of ranks)"
+
+
+def is_late(ranks: Ranks) -> bool:
+    """Whether lateness is worth a finding: from 5 % of a step, for somebody is always the last."""
+    return _share(ranks) >= 0.05
+
+
+def remedy(ranks: Ranks) -> tuple[str, str]:
+    """Who to look at, and for what."""
+    first = ranks.late[0]
+    phases = [one.phase for one in ranks.late]
+    if not ranks.rotating:
+        return f"rank {first.rank}", _remedy(first)
+    common = max(set(phases), key=phases.count)
+    who = "ranks " + ", ".join(str(one.rank) for one in ranks.late[:4])
+    if common == "garbage":
+        return who, f"in turn: {_REMEDY['garbage']}"
+    where = "" if common is None else f", in {common}"
+    return (
+        who,
+        f"late in turn{where}: work is uneven from step to step: balance what a batch holds on each rank",
+    )
+
+
+def _remedy(late: LateRank) -> str:
+    if late.phase is None:
+        return f"others wait for it{f' at {late.at}' if late.at else ''}: look at its host and its batch"
+    return _REMEDY[late.phase] + (_COMPUTE if late.phase in ("forward", "backward") else "")
+
+
+def _listed(late: tuple[LateRank, ...]) -> str:
+    shown = "; ".join(str(one) for one in late[:3])
+    return shown + (f"; and {len(late) - 3} more" if len(late) > 3 else "")
+
+
+def _share(ranks: Ranks) -> float:
+    return ranks.late_ms / ranks.period_ms if ranks.period_ms else 0.0

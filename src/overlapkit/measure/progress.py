@@ -1,0 +1,122 @@
+"""The progress line: step, what was logged, tokens a second and what is exposed.
+
+On a terminal one line that is written over, at most twice a second; elsewhere (a file, a batch system's log)
+one plain line every ten seconds. Of several ranks only rank 0 has one.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from overlapkit.measure.record import StepRecord
+
+_REFRESH_S = 0.5
+_PLAIN_S = 10.0
+_RECENT = 20  # records that rates are means over
+_SHOWN = 4  # of the logged names
+
+
+class ProgressLine:
+    """Shows where the loop stands.
+
+    Args:
+        total: Steps that there will be, or None.
+        world: Ranks of the job: tokens are counted on this one, and shown for all.
+        console: Where to; the terminal, or stderr where that is none.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        world: int,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total
+        self._world = world
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._began: tuple[int, float] | None = None  # (steps done, when): before it a step may have compiled
+        self._next = clock()
+        self._text: str | None = None
+        self._live: Live | None = None
+        self._closed = False
+
+    def step(self, done: int, records: Collection[StepRecord], latest: Mapping[str, float]) -> None:
+        """A step is over; shown where it is time to.
+
+        Args:
+            done: Steps so far.
+            records: Those that were measured.
+            latest: Logged values by name.
+        """
+        now = self._clock()
+        if self._began is None:
+            self._began = done, now
+        if self._closed:
+            return
+        self._done, self._records, self._latest = done, records, latest
+        if now >= self._next or done == self._total:
+            self._next = now + (_REFRESH_S if self._console.is_terminal else _PLAIN_S)
+            self._show(self._say(now))
+
+    def close(self) -> None:
+        """Show the last state, and leave it standing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._began is not None and (text := self._say(self._clock())) != self._text:
+            self._show(text)
+        if self._live is not None:
+            self._live.stop()
+
+    def _say(self, now: float) -> str:
+        recent = list(self._records)[-_RECENT:]
+        words = [f"step {self._done}" + ("" if self._total is None else f"/{self._total}")]
+        words += [f"{name} {_number(value)}" for name, value in list(self._latest.items())[:_SHOWN]]
+        words += _rates(recent, self._world)
+        words += self._left(now)
+        return "  ".join(words)
+
+    def _left(self, now: float) -> Iterator[str]:
+        assert self._began is not None
+        first, began = self._began
+        if self._total is not None and first < self._done < self._total:
+            left = round((now - began) / (self._done - first) * (self._total - self._done))
+            yield f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+
+    def _show(self, text: str) -> None:
+        self._text = text
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        line = Text(text, no_wrap=True, overflow="ellipsis")
+        if self._live is None:  # what is printed meanwhile comes above it; no thread: steps refresh it
+            self._live = Live(line, console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(line, refresh=True)
+
+
+def progress_line(progress: bool | int, rank: int, world: int) -> ProgressLine | None:
+    """The line that `StepMeter(progress=)` asks for."""
+    if not progress or rank:
+        return None
+    return ProgressLine(None if progress is True else progress, world)
+
+
+def _rates(records: Sequence[StepRecord], world: int) -> Iterator[str]:
+    counted = [(one.tokens, one.period) for one in records if one.tokens is not None]
+    if whole := sum(period for _, period in counted):
+        yield f"{world * sum(tokens for tokens, _ in counted) * 1e9 / whole:,.0f} tokens/s"
+    known = [(one.exposed, one.period) for one in records if one.exposed is not None]
+    if whole := sum(period for _, period in known):
+        yield f"exposed {sum(exposed for exposed, _ in known) / whole:.1%}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"

@@ -1,0 +1,146 @@
+"""The parts of a model that synchronise gradients, ours or torch's, and the switches that they have for it.
+
+FSDP2 tells nobody how its switches stand, over which ranks it averages, or what it has accumulated: that is
+read from its state here, and nowhere else.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+_Averaging = tuple[list[dist.ProcessGroup], float | None, torch.device]
+_ON = (True, True, True)  # reduce, all-reduce across groups, free parameters after backward
+
+
+class Synchronizers:
+    """FSDP2 modules and DDP wrappers of a model, the model itself included.
+
+    Args:
+        model: Any module; without such parts nothing here does anything.
+
+    Attributes:
+        groups: The process groups over which gradients are averaged, one after the other; none where
+            nobody does that.
+        divisor: What the sum over all those ranks is divided by.
+        device: Of the gradients.
+
+    Raises:
+        ValueError: A part cannot be switched, or parts average over different ranks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: nothing can be sharded
+        modules = list(model.modules())
+        for module in modules:
+            if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+                raise ValueError(
+                    "model is wrapped in FullyShardedDataParallel (FSDP1): use shard, or fully_shard"
+                )
+        self._model = model
+        self._replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        sharded = [module for module in modules if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
+        self._sharded: list[Any] = list({id(module._get_fsdp_state()): module for module in sharded}.values())
+        self._was = [_switches(module) for module in self._sharded]
+        self._synced = [replica.require_backward_grad_sync for replica in self._replicas]
+        self.groups, self.divisor, self.device = self._averaging()
+
+    def set(self, *, first: bool, last: bool, defer: str) -> None:
+        """Set the switches for the next forward and backward."""
+        for replica, before in zip(self._replicas, self._synced, strict=True):
+            # torch fails where a static graph's very first backward is not synchronised
+            unseen = replica.static_graph and not replica._static_graph_delay_allreduce_enqueued
+            replica.require_backward_grad_sync = before and (last or defer == "none" or (first and unseen))
+        for module, (reduce, all_reduce, free) in zip(self._sharded, self._was, strict=True):
+            now = last or defer == "none"
+            kept = not last and _stays_gathered(module)
+            _switch(module, reduce and (now or defer == "all_reduce"), all_reduce and now, free and not kept)
+
+    def restore(self) -> None:
+        """Set every switch as it was found."""
+        for replica, before in zip(self._replicas, self._synced, strict=True):
+            replica.require_backward_grad_sync = before
+        for module, switches in zip(self._sharded, self._was, strict=True):
+            _switch(module, *switches)
+
+    def drop(self, *, synchronised: bool) -> None:
+        """Forget gradients that were not averaged, after a backward too few.
+
+        Args:
+            synchronised: Whether those in `.grad` may have been: then they stay.
+        """
+        for module in self._sharded:
+            state = module._get_fsdp_state()
+            if state._is_root and hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()  # an error may have come in the middle of forward or backward
+            for group in _groups(module):
+                _forget(group)
+            module.reshard()  # parameters that were kept would not see the optimizer's step
+        if not synchronised and self.groups:
+            for parameter in self._model.parameters():
+                parameter.grad = None
+
+    def _averaging(self) -> tuple[list[dist.ProcessGroup], float, torch.device]:
+        found: list[_Averaging] = [([part.process_group], None, part.device) for part in self._replicas]
+        found += [_averages(group) for module in self._sharded for group in _groups(module)]
+        if not found:
+            parameter = next(self._model.parameters(), None)
+            return [], 1.0, torch.device("cpu") if parameter is None else parameter.device
+        groups, divisor, device = found[0]
+        ranks = [dist.get_process_group_ranks(group) for group in groups]
+        for replica in self._replicas:
+            if dist.get_process_group_ranks(replica.process_group) != ranks[0]:
+                raise ValueError(
+                    "model has parts that DDP averages over different ranks: accumulate each alone"
+                )
+        size = 1.0
+        for group in groups:
+            size *= group.size()
+        if size == dist.get_world_size():  # one collective over all does what one for each would
+            assert dist.group.WORLD is not None
+            groups = [dist.group.WORLD]
+        return groups, divisor or size, device
+
+
+def _groups(module: Any) -> list[Any]:
+    """FSDP2's parameter groups of a module; before torch 2.12 there was one at most."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _averages(group: Any) -> _Averaging:
+    info = group.mesh_info
+    names = ("shard_process_group", "replicate_process_group")
+    found = [getattr(info, name) for name in names if hasattr(info, name)]
+    return found, group.gradient_divide_factor, group.device
+
+
+def _switches(module: Any) -> tuple[bool, bool, bool]:
+    for group in _groups(module):
+        return group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward
+    return _ON
+
+
+def _switch(module: Any, reduce: bool, all_reduce: bool, free: bool) -> None:
+    module.set_requires_gradient_sync(reduce, recurse=False)  # sets both
+    module.set_requires_all_reduce(all_reduce, recurse=False)
+    module.set_reshard_after_backward(free, recurse=False)
+
+
+def _stays_gathered(module: Any) -> bool:
+    """Whether its parameters stay between forward and backward: then there is room for them always."""
+    return all(group.post_forward_mesh_info is None for group in _groups(module))
+
+
+def _forget(group: Any) -> None:
+    group._partial_reduce_output = None
+    for parameter in group.fsdp_params:
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
