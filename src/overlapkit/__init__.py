@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overlapkit import kernels
+    from overlapkit import kernels, plan
     from overlapkit.checkpoint import Checkpointer
     from overlapkit.input import DeviceLoader, ElasticSampler, Mixture, TokenShards, write_token_shards
     from overlapkit.measure import StepMeter, StepReport
@@ -30,6 +30,7 @@ __all__ = [
     "TokenShards",
     "accumulate",
     "kernels",
+    "plan",
     "replicate",
     "shard",
     "write_token_shards",
@@ -68,6 +69,7 @@ __getattr__ = _lazily(
         "TokenShards": "input",
         "accumulate": "parallel",
         "kernels": "kernels",
+        "plan": "plan",
         "replicate": "parallel",
         "shard": "parallel",
         "write_token_shards": "input",

@@ -1,18 +1,21 @@
-"""The command line: `overlapkit checkpoint ls|show|verify|diff|export|import` and `overlapkit explain`.
+"""The command line: `overlapkit checkpoint ls|show|...`, `explain`, `doctor` and `plan`.
 
-Exit status: 0 all is well, 1 a checkpoint or trace is damaged or two checkpoints differ (or the work failed),
-2 wrong usage.
+Exit status: 0 all is well, 1 a checkpoint or trace is damaged, two checkpoints differ or the doctor found
+something weak (or the work failed), 2 wrong usage.
 What takes long to import is imported by the command that needs it.
 """
 
 import contextlib
+import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from overlapkit import cli_doctor, cli_plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 checkpoint = typer.Typer(
@@ -271,6 +274,19 @@ def _complain(what: object) -> None:
 def _exit_unless(well: bool) -> None:
     if not well:
         raise typer.Exit(1)
+
+
+def _guarded(command: Callable[..., bool]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        with _exit_status():
+            _exit_unless(command(**options))
+
+    return run
+
+
+app.command(epilog=cli_doctor.EXIT_STATUS)(_guarded(cli_doctor.doctor))
+app.command(epilog=cli_plan.EXIT_STATUS)(_guarded(cli_plan.plan))
 
 
 def main() -> None:

@@ -1,0 +1,228 @@
+"""The fabric: ports, what their counters do, GPUDirect, and the interface that sockets would use."""
+
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from overlapkit.doctor import pci
+from overlapkit.doctor.check import Check
+from overlapkit.doctor.layers import ports
+from overlapkit.doctor.line import Layer, Line, joined
+from overlapkit.doctor.machine import Unreadable
+from overlapkit.doctor.subject import Subject
+from overlapkit.doctor.watch import Watch
+
+FABRIC = Layer("fabric")
+_NET = "/sys/class/net"
+_REPLACE = "reseat or replace the cable or transceiver; look at the same port of the switch"
+
+
+def rdma(subject: Subject) -> Iterator[Line]:
+    """Ports that are down, or slower than the others."""
+    found = [(nic, port) for nic in ports.adapters(subject.machine) for port in nic.ports]
+    if not found:
+        yield FABRIC.absent("ports", "no RDMA adapter (InfiniBand, RoCE, EFA)")
+        return
+    best = max((port.gbits or 0.0 for _, port in found if port.active), default=0.0)
+    down = [nic.name for nic, port in found if not port.active and not port.disabled]
+    slow = [(nic, port) for nic, port in found if port.active and port.gbits and port.gbits < best]
+    if down:
+        state = next(port.state for nic, port in found if nic.name == down[0] and not port.active)
+        yield FABRIC.weak(
+            "ports",
+            f"{joined(down)}: {state}, not active",
+            "NCCL leaves it out: its GPUs share the other adapters, or TCP is left",
+            f"{_REPLACE}; InfiniBand needs a subnet manager; a port that is to rest: disable it",
+        )
+    for nic, port in slow:
+        yield FABRIC.weak(
+            "ports",
+            f"{nic.name}: {port.gbits:g} Gb/s, the fastest here has {best:g}",
+            "NCCL's rings and trees run at the slowest adapter's rate",
+            f"{_REPLACE}; or leave it out: NCCL_IB_HCA=^{nic.name}",
+        )
+    if not down and not slow:
+        kinds = sorted({f"{port.kind} {port.gbits or 0:g} Gb/s" for _, port in found if port.active})
+        yield FABRIC.ok("ports", f"{sum(port.active for _, port in found)} active: {joined(kinds)}")
+
+
+def links(subject: Subject) -> Iterator[Line]:
+    """The PCIe link of each adapter, and the MTU of those on Ethernet."""
+    nics, bad = ports.adapters(subject.machine), False
+    for nic in nics:
+        try:
+            link = pci.link(subject.machine, nic.address) if nic.address else None
+        except Unreadable:  # an adapter of a virtual machine has none
+            link = None
+        if link and (link.width < link.max_width or link.speed < link.max_speed):
+            bad = True
+            yield FABRIC.weak(
+                "nic links",
+                f"{nic.name}: {link}",
+                "the adapter cannot reach its port's rate",
+                "reseat it, or move it to a slot with all lanes and the full generation",
+            )
+        for name in nic.interfaces:
+            mtu = subject.machine.count(f"{_NET}/{name}/mtu")
+            if mtu and mtu < 4200 and any(p.kind == "Ethernet" and p.active for p in nic.ports):
+                bad = True
+                yield FABRIC.weak(
+                    "nic links",
+                    f"{nic.name} ({name}): MTU {mtu}",
+                    "RoCE sends packets of 1024 bytes: more of them, and less payload",
+                    f"raise it on the host and on every switch: ip link set {name} mtu 9000",
+                )
+    if nics and not bad:
+        yield FABRIC.ok("nic links", "the adapters' PCIe links are as wide and fast as they can be")
+
+
+def counting(watch: Watch, seconds: float) -> Callable[[Subject], Iterator[Line]]:
+    """The check of counters that a watch was set on."""
+
+    def counters(subject: Subject) -> Iterator[Line]:
+        if not watch.first:
+            yield FABRIC.absent("counters", "no port or interface that counts errors")
+            return
+        rates = watch.rates(seconds)
+        bad: dict[str, list[str]] = defaultdict(list)
+        pauses: dict[tuple[str, str], float] = defaultdict(float)
+        for (whose, name), rate in rates.items():
+            if name in ports.ERRORS:
+                bad[whose].append(f"{ports.ERRORS[name]} ({name}) {rate:.3g}/s")
+            else:
+                pauses[whose, name[:2]] += rate
+        for whose, risen in bad.items():
+            yield FABRIC.weak(
+                "counters",
+                f"{whose}: {'; '.join(risen)}",
+                "what is damaged or lost is sent again: collectives stall for milliseconds",
+                _REPLACE,
+            )
+        for (whose, way), rate in pauses.items():
+            yield _paused(whose, way, rate)
+        if not rates:
+            total = sum(watch.first.values())
+            yield FABRIC.ok("counters", f"no error, no pause frame in {seconds:g} s ({total} since boot)")
+
+    return counters
+
+
+def gpudirect(subject: Subject) -> Iterator[Line]:
+    """Whether adapters reach GPU memory."""
+    machine, vendors = subject.machine, set(pci.gpus(subject.machine).values())
+    if not vendors or not any(port.active for nic in ports.adapters(machine) for port in nic.ports):
+        yield FABRIC.absent("gpudirect", "no GPU beside an RDMA adapter that is up")
+        return
+    if pci.AMD in vendors:
+        there = machine.has("/sys/kernel/mm/memory_peers/amdkfd/version") or machine.has(
+            "/sys/module/ib_peer_mem"
+        )
+        if there:
+            yield FABRIC.ok("gpudirect", "amdgpu offers GPU memory to adapters")
+        else:
+            yield FABRIC.unknown(
+                "gpudirect", "amdgpu may offer it through dmabuf: NCCL_DEBUG=INFO shows GDRDMA"
+            )
+        return
+    modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if machine.has(f"/sys/module/{name}")]
+    driver = machine.maybe("/proc/driver/nvidia/version") or ""
+    if modules:
+        yield FABRIC.ok("gpudirect", f"{modules[0]} is loaded")
+    elif "Open Kernel Module" in driver and _kernel(subject) >= (5, 12):
+        yield FABRIC.ok("gpudirect", "through dmabuf: NVIDIA's open kernel modules")
+    else:
+        yield FABRIC.weak(
+            "gpudirect",
+            "neither nvidia_peermem nor NVIDIA's open kernel modules (dmabuf)",
+            "what goes to other machines is copied through the host's memory: half of the rate, and CPU time",
+            "as root: modprobe nvidia-peermem, at every boot; or install the driver's open kernel modules",
+        )
+
+
+def sockets(subject: Subject) -> Iterator[Line]:
+    """The interface that gloo, NCCL's start and its sockets use."""
+    machine, several = subject.machine, subject.place.nodes > 1
+    up = [name for name, is_up in ports.interfaces(machine).items() if is_up]
+    real = [name for name in up if name in ports.hardware(machine)] or up
+    named = machine.environ.get("NCCL_SOCKET_IFNAME") or machine.environ.get("GLOO_SOCKET_IFNAME")
+    if not up:
+        if several:
+            yield FABRIC.weak(
+                "sockets",
+                "no network interface is up",
+                "ranks of other machines cannot be reached",
+                "bring one up; a container needs --network=host",
+            )
+        else:
+            yield FABRIC.absent("sockets", "no interface but the loopback: enough for one machine")
+        return
+    rates = {name: ports.megabits(machine, name) for name in real}
+    saw = joined(
+        f"{name} ({rate / 1000:g} Gb/s)" if rate else f"{name} (rate not said)"
+        for name, rate in rates.items()
+    )
+    slowest = min((rate for rate in rates.values() if rate), default=None)
+    fastest = max((rate for rate in rates.values() if rate), default=None)
+    if several and not named and slowest and fastest and slowest < fastest:
+        best = next(name for name, rate in rates.items() if rate == fastest)
+        yield FABRIC.weak(
+            "sockets",
+            saw,
+            "where NCCL or gloo takes the slow one, everything that goes over TCP is slow",
+            f"name the fast one: NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}",
+        )
+    else:
+        yield FABRIC.ok("sockets", saw)
+
+
+def hostname(subject: Subject) -> Iterator[Line]:
+    """Whether the host's name leads to an address that other machines reach."""
+    if subject.place.nodes < 2:
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        address = str(error)
+    if address.startswith("127.") or not address[:1].isdigit():
+        yield FABRIC.weak(
+            "hostname",
+            f"{name} leads to {address}",
+            "gloo tells the other machines an address where nobody answers: a hang at the start",
+            "correct /etc/hosts or DNS, or name the interface: GLOO_SOCKET_IFNAME=eth0",
+        )
+    else:
+        yield FABRIC.ok("hostname", f"{name} leads to {address}")
+
+
+def _paused(whose: str, way: str, rate: float) -> Line:
+    if way == "rx":
+        return FABRIC.weak(
+            "counters",
+            f"{whose}: {rate:.3g} pause frames/s received",
+            "the switch holds this port back: its way is congested, and all that shares it waits",
+            "tune ECN and PFC on switches and adapters, spread the traffic (adaptive routing, rails)",
+        )
+    return FABRIC.weak(
+        "counters",
+        f"{whose}: {rate:.3g} pause frames/s sent",
+        "this host takes in more slowly than its port receives, and holds up every sender",
+        "look at the adapter's PCIe link, NUMA node and GPUDirect (path nics, fabric nic links, gpudirect)",
+    )
+
+
+def _kernel(subject: Subject) -> tuple[int, ...]:
+    release = (subject.machine.maybe("/proc/sys/kernel/osrelease") or "").split(".")
+    return tuple(int(part) for part in release[:2] if part.isdigit())
+
+
+def checks(watch: Watch, seconds: float) -> tuple[Check, ...]:
+    """All checks of this layer; the watch has been set."""
+    return (
+        Check(FABRIC, "ports", rdma, needs="/sys"),
+        Check(FABRIC, "nic links", links),
+        Check(FABRIC, "gpudirect", gpudirect),
+        Check(FABRIC, "sockets", sockets, needs="/sys"),
+        Check(FABRIC, "hostname", hostname),
+        Check(FABRIC, "counters", counting(watch, seconds), seconds=seconds + 15.0, needs="/sys"),
+    )

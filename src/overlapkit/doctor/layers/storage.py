@@ -1,0 +1,179 @@
+"""Storage: what lies under the folders of checkpoints and data, how full it is, and how fast."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median_low
+from typing import Any, NamedTuple
+
+from overlapkit.doctor import disk_trial
+from overlapkit.doctor.check import Check
+from overlapkit.doctor.line import Layer, Line, gib, spans
+from overlapkit.doctor.machine import Unreadable
+from overlapkit.doctor.mounts import mount_of
+from overlapkit.doctor.subject import Subject
+
+STORAGE = Layer("storage")
+_SLOW_WRITE, _SLOW_READ, _SLOW_SYNC = 200e6, 100e6, 0.05
+_FULL = 0.05
+_BEHIND = 0.5  # of the median of all ranks
+
+Figures = dict[str, Any]
+"""What this rank measured, for the comparison: rates in bytes per second by "checkpoints" and "data"."""
+
+
+class Folders(NamedTuple):
+    """Where checkpoints and data lie; None where the user did not say."""
+
+    checkpoints: Path | None
+    data: Path | None
+
+
+class Trials(NamedTuple):
+    """What measures; tests put others in their place."""
+
+    write: Callable[[Path], disk_trial.Written] = disk_trial.write
+    read: Callable[[Path, tuple[int, int]], disk_trial.Reading] = disk_trial.read
+
+
+def checks(folders: Folders, trials: Trials, figures: Figures) -> tuple[Check, ...]:
+    """All checks of this layer; what they measure goes into `figures` as well."""
+
+    def checkpoints(subject: Subject) -> Iterator[Line]:
+        if folders.checkpoints is None:
+            yield STORAGE.unknown("checkpoints", "not measured: no folder was given", "--checkpoints DIR")
+            return
+        yield from _place(subject, "checkpoints", folders.checkpoints)
+        yield from _written(folders.checkpoints, trials, figures)
+
+    def data(subject: Subject) -> Iterator[Line]:
+        if folders.data is None:
+            yield STORAGE.unknown("data", "not measured: no folder was given", "--data DIR")
+            return
+        yield from _place(subject, "data", folders.data)
+        share = subject.place.local_rank, subject.place.local_world
+        yield from _read(folders.data, share, trials, figures)
+
+    return (
+        Check(STORAGE, "checkpoints", checkpoints, shared=False, seconds=45.0),
+        Check(STORAGE, "data", data, shared=False, seconds=45.0),
+    )
+
+
+def compared(figures: list[Figures | None], hosts: list[str]) -> list[Line]:
+    """Ranks whose storage is much slower than the others'.
+
+    Args:
+        figures: Of each rank, or None.
+        hosts: Their machines' names.
+    """
+    lines = []
+    for name, verb in (("checkpoints", "writes"), ("data", "reads")):
+        rates = {rank: found[name] for rank, found in enumerate(figures) if found and name in found}
+        if len(rates) < 2:
+            continue
+        usual = median_low(sorted(rates.values())) if len(rates) > 2 else max(rates.values())
+        slow = [rank for rank, rate in rates.items() if rate < _BEHIND * usual]
+        for rank in slow:
+            lines.append(
+                STORAGE.weak(
+                    f"{name} of all ranks",
+                    f"rank {rank} on {hosts[rank]} {verb} {_rate(rates[rank])}, the others {_rate(usual)}",
+                    "every save lasts, or every batch comes, as the slowest rank has it",
+                    "compare this machine's mount and network with the others': findmnt -T FOLDER",
+                )
+            )
+        if not slow:
+            saw = f"ranks {spans(rates)}: {_rate(min(rates.values()))} to {_rate(max(rates.values()))}"
+            lines.append(STORAGE.ok(f"{name} of all ranks", saw))
+    return lines
+
+
+def _place(subject: Subject, name: str, folder: Path) -> Iterator[Line]:
+    """The file system and its free space."""
+    try:
+        mount = mount_of(subject.machine, os.path.abspath(folder))
+    except Unreadable:  # not Linux
+        mount = None
+    where = folder if mount is None else f"{folder} on {mount}{', a network' if mount.is_network else ''}"
+    usage = os.statvfs(folder)
+    whole, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
+    saw = f"{where}: {gib(free)} of {gib(whole)} free"
+    if name == "checkpoints" and mount is not None and mount.is_memory:
+        yield STORAGE.weak(
+            f"{name} place",
+            saw,
+            "checkpoints are gone when the machine is, and take its memory",
+            "write them to a disk or a shared file system",
+        )
+    elif name == "checkpoints" and whole and free < _FULL * whole:
+        yield STORAGE.weak(
+            f"{name} place",
+            saw,
+            "a save fails when it is full",
+            "make room, or keep fewer: Checkpointer(keep=)",
+        )
+    else:
+        yield STORAGE.ok(f"{name} place", saw)
+
+
+def _written(folder: Path, trials: Trials, figures: Figures) -> Iterator[Line]:
+    try:
+        found = trials.write(folder)
+    except OSError as error:
+        yield STORAGE.weak(
+            "checkpoints",
+            f"{folder} cannot be written: {error.strerror or error}",
+            "no checkpoint",
+            "give the job's user the right to write there, or another folder",
+        )
+        return
+    figures["checkpoints"] = found.rate
+    saw = f"writes {_rate(found.rate)} with fsync; 4 KiB are safe after {found.sync_s * 1e3:.1f} ms"
+    if found.rate < _SLOW_WRITE:
+        yield STORAGE.weak(
+            "checkpoints",
+            saw,
+            f"10 GiB a rank take {10 * 2**30 / found.rate:.0f} s; saves that come faster stall the loop",
+            "a faster disk, Checkpointer(local=) on one of this machine, or a larger every=",
+        )
+    elif found.sync_s > _SLOW_SYNC:
+        yield STORAGE.weak(
+            "checkpoints",
+            saw,
+            "a save makes several files safe, one after the other",
+            "a disk of this machine with power-loss protection, or Checkpointer(local=)",
+        )
+    else:
+        yield STORAGE.ok("checkpoints", saw)
+
+
+def _read(folder: Path, share: tuple[int, int], trials: Trials, figures: Figures) -> Iterator[Line]:
+    try:
+        found = trials.read(folder, share)
+    except OSError as error:
+        yield STORAGE.weak(
+            "data",
+            f"{error.filename or folder}: {error.strerror or error}",
+            "no batches",
+            "mend its permissions",
+        )
+        return
+    if found.nbytes < disk_trial.LEAST and found.seconds < 1:
+        yield STORAGE.unknown("data", f"{folder} holds too little to measure: {gib(found.nbytes)} were read")
+        return
+    rate = found.nbytes / found.seconds
+    figures["data"] = rate
+    if rate < _SLOW_READ:
+        yield STORAGE.weak(
+            "data",
+            f"reads {_rate(rate)} a rank, past the page cache",
+            f"a batch of 32 photographs of 100 KiB takes {32 * 102400 / rate * 1e3:.0f} ms to read",
+            "copy the data to a disk of this machine, or read larger pieces (shards) with more workers",
+        )
+    else:
+        yield STORAGE.ok("data", f"reads {_rate(rate)}, past the page cache")
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e6:,.0f} MB/s"

@@ -1,0 +1,46 @@
+"""The process group that links are measured through: the job's own where it has one, else a new one."""
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from overlapkit.device import has_process_group
+from overlapkit.doctor.subject import Place
+
+
+@contextlib.contextmanager
+def group(place: Place, store: Any, timeout: float) -> Iterator[str]:
+    """The device whose tensors it takes: "cuda", with the rank's device set, or "cpu".
+
+    Args:
+        place: This rank.
+        store: The job's; all ranks are known to be there.
+        timeout: Seconds of a collective.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    if has_process_group():
+        yield "cuda" if "nccl" in dist.get_backend() else "cpu"
+        return
+    on_gpus = dist.is_nccl_available() and place.local_world <= torch.cuda.device_count()
+    if on_gpus:
+        torch.cuda.set_device(place.local_rank)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo",
+        store=PrefixStore("overlapkit-doctor/group", store),
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=timeout),
+    )
+    try:
+        yield "cuda" if on_gpus else "cpu"
+    except BaseException:
+        if on_gpus:  # destroying NCCL's would wait for the rank that failed
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

@@ -1,0 +1,144 @@
+"""The decision tree of slow collectives, walked over what was read and measured.
+
+Link, transport, environment, topology, late rank: each says what it saw. Begin with the first weak one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median_low
+from typing import Any
+
+from overlapkit.doctor.layers.job import JOB
+from overlapkit.doctor.line import Line, joined, spans
+from overlapkit.doctor.link.fit import WIRE, fit
+
+_SLOW_PAIR = 2.0  # times the usual pair of the same kind
+_SLOW_WORK = 1.5  # times the usual rank
+_STEPS: dict[str, dict[str, set[str] | None]] = {
+    "link": {"path": None, "fabric": {"ports", "nic links", "counters"}},
+    "transport": {"nccl": {"version", "transport"}, "fabric": {"gpudirect", "sockets", "hostname"}},
+    "environment": {
+        "nccl": {"variables", "names"},
+        "kernels": {"left on"},
+        "loop": {"affinity", "cores", "cpu quota", "threads", "locked memory", "swap"},
+        "job": {"agreement"},
+    },
+}
+"""For each of the first steps the lines that it looks at; None for all of a layer."""
+
+
+def judge(figures: Mapping[str, Any], lines: Sequence[Line], hosts: Sequence[str]) -> list[Line]:
+    """The lines of the walk, and one of what the collectives reached.
+
+    Args:
+        figures: Of `measure`.
+        lines: All that was read before.
+        hosts: Each rank's machine.
+    """
+    walk = [_read(step, layers, lines) for step, layers in _STEPS.items()]
+    walk += _topology(figures, hosts)
+    walk.append(_late(figures["work"]))
+    return [*_collectives(figures), *walk]
+
+
+def _collectives(figures: Mapping[str, Any]) -> Iterator[Line]:
+    world = figures["world"]
+    for kind, times in figures["collectives"].items():
+        sizes = sorted(map(int, times))
+        line = fit(sizes, [times[str(size)] for size in sizes], WIRE[kind](world))
+        largest = sizes[-1]
+        reached = largest * WIRE[kind](world) / times[str(largest)]
+        beta = "no limit seen" if line.beta == float("inf") else f"{line.beta / 1e9:.3g} GB/s"
+        yield JOB.ok(
+            kind.replace("_", "-"),
+            f"{world} ranks: {line.alpha * 1e6:.0f} us + bytes on the wire at {beta}; "
+            f"{largest >> 20} MiB reach {reached / 1e9:.3g} GB/s (bus bandwidth)",
+        )
+
+
+def _read(step: str, layers: Mapping[str, set[str] | None], lines: Sequence[Line]) -> Line:
+    """A step whose evidence was read, not measured."""
+    seen = [
+        line for line in lines if line.layer in layers and line.name in (layers[line.layer] or {line.name})
+    ]
+    weak = [line for line in seen if line.state == "weak"]
+    if weak:
+        names = joined(dict.fromkeys(f"{line.layer} {line.name}" for line in weak))
+        return JOB.weak(
+            step, f"weak: {names}", weak[0].cost, f"first {weak[0].layer} {weak[0].name}: {weak[0].remedy}"
+        )
+    if dark := [f"{line.layer} {line.name}" for line in seen if line.state == "unknown"]:
+        return JOB.unknown(step, f"nothing weak; could not be read: {joined(dict.fromkeys(dark))}")
+    told = [line.saw for line in seen if line.name == "transport"] or [f"nothing weak in {len(seen)} lines"]
+    return JOB.ok(step, told[0])
+
+
+def _topology(figures: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Line]:
+    """Ranks all of whose pairs are slow, then the pairs that are slow without such a rank."""
+    pairs = {(int(a), int(b)): took for key, took in figures["pairs"].items() for a, b in [key.split("-")]}
+    part = (
+        ""
+        if figures["rounds"] == figures["all_rounds"]
+        else (f" ({figures['rounds']} of {figures['all_rounds']} rounds: there was no time for more)")
+    )
+    if len(pairs) < 2:
+        rate = f"{figures['pair_bytes'] / min(pairs.values()) / 1e9:.3g} GB/s" if pairs else "none"
+        yield JOB.ok("topology", f"one pair ({rate} each way): nothing to compare it with")
+        return
+    slow = {pair: ratio for pair, ratio in _ratios(pairs, hosts).items() if ratio > _SLOW_PAIR}
+    ranks = [rank for rank in range(figures["world"]) if _all_slow(rank, pairs, slow)]
+    for rank in ranks if len(ranks) < figures["world"] / 2 else ():
+        worst = max(ratio for pair, ratio in slow.items() if rank in pair)
+        yield JOB.weak(
+            "topology",
+            f"rank {rank} on {hosts[rank]}: its pairs are all slow, up to {worst:.1f} times the usual{part}",
+            "rings and trees go through it: every collective has its rate",
+            "look at this rank's own lines (path, fabric, loop); leave its machine out and measure again",
+        )
+        slow = {pair: ratio for pair, ratio in slow.items() if rank not in pair}
+    for (a, b), ratio in sorted(slow.items(), key=lambda one: -one[1]):
+        where = hosts[a] if hosts[a] == hosts[b] else f"{hosts[a]} and {hosts[b]}"
+        yield JOB.weak(
+            "topology",
+            f"ranks {a} and {b} ({where}): {ratio:.1f} times the usual pair{part}",
+            "a ring that takes this way has its rate",
+            "look at what only these two share: NVLink, a PCIe switch, a cable or switch between them; "
+            "order ranks so that they are no neighbours",
+        )
+    if not slow and not ranks:
+        usual = figures["pair_bytes"] / median_low(sorted(pairs.values())) / 1e9
+        yield JOB.ok("topology", f"{len(pairs)} pairs, none slow; usually {usual:.3g} GB/s each way{part}")
+
+
+def _ratios(pairs: Mapping[tuple[int, int], float], hosts: Sequence[str]) -> dict[tuple[int, int], float]:
+    """Each pair's time, in times of a fast pair of its kind: of one machine, or between machines.
+
+    The lower quartile is what is usual: where one rank of three is slow, so are two of three pairs.
+    """
+    kinds: dict[bool, list[float]] = {}
+    for (a, b), took in pairs.items():
+        kinds.setdefault(hosts[a] == hosts[b], []).append(took)
+    usual = {kind: sorted(times)[(len(times) - 1) // 4] for kind, times in kinds.items()}
+    return {(a, b): took / usual[hosts[a] == hosts[b]] for (a, b), took in pairs.items()}
+
+
+def _all_slow(
+    rank: int, pairs: Mapping[tuple[int, int], float], slow: Mapping[tuple[int, int], float]
+) -> bool:
+    own = [pair for pair in pairs if rank in pair]
+    return len(own) > 1 and all(pair in slow for pair in own)
+
+
+def _late(work: Sequence[float]) -> Line:
+    usual = median_low(sorted(work)) if len(work) > 2 else min(work)
+    late = [rank for rank, took in enumerate(work) if took > _SLOW_WORK * usual]
+    if not late:
+        return JOB.ok(
+            "late rank", f"the same compute takes {min(work) * 1e3:.3g} to {max(work) * 1e3:.3g} ms"
+        )
+    worst = max(work[rank] for rank in late) / usual
+    return JOB.weak(
+        "late rank",
+        f"rank {spans(late)}: {worst:.1f} times the others' time for the same compute",
+        "it comes last to every collective, and all others wait: communication looks slow and is not",
+        "look at its clocks, heat and other processes (gpu), its cores and binding (loop)",
+    )

@@ -1,0 +1,36 @@
+"""Counters of ports at two moments: what matters is how fast they rise, not how far since boot."""
+
+import time
+from collections.abc import Callable
+
+from overlapkit.doctor.layers import ports
+from overlapkit.doctor.machine import Machine
+
+
+class Watch:
+    """Remembers the counters, and compares.
+
+    Args:
+        machine: Whose.
+        clock: Seconds.
+        sleep: Waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._machine, self._clock, self._sleep = machine, clock, sleep
+        self.first = ports.counters(machine)
+        self._began = clock()
+
+    def rates(self, seconds: float) -> dict[tuple[str, str], float]:
+        """How many a second, of those that rose, over `seconds` at least since the watch was made."""
+        left = self._began + seconds - self._clock()
+        if self.first and left > 0:
+            self._sleep(left)
+        now, passed = ports.counters(self._machine), self._clock() - self._began
+        rises = {key: value - self.first[key] for key, value in now.items() if key in self.first}
+        return {key: rise / passed for key, rise in rises.items() if rise > 0 and passed > 0}

@@ -1,0 +1,215 @@
+"""How long a collective takes: a table measured on this job's ranks, or a fabric that the user describes.
+
+The model is alpha-beta (R. W. Hockney, The communication challenge for MPP, Parallel Computing 20, 1994) with
+the bytes of a ring: P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+workstations, J. Parallel Distrib. Comput. 69 (2009).
+"""
+
+import bisect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+from overlapkit.plan.arguments import check_amount, check_ranks
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+"""The collectives of sharded and replicated training."""
+
+_TURNS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+"""How often a ring passes all data round: an all-reduce is a reduce-scatter and an all-gather."""
+
+
+class Link(Protocol):
+    """What the simulation asks of a network."""
+
+    source: str
+    """Where its figures come from, for the report."""
+
+    def seconds(self, op: str, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """How long a collective takes.
+
+        Args:
+            op: One of OPS.
+            nbytes: Of the whole: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor.
+            ranks: That take part.
+            stride: Distance of one to the next in the job's order of ranks: on a mesh of copies by shards,
+                the copies of one shard are as many ranks apart as there are shards.
+        """
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One kind of connection.
+
+    Args:
+        bytes_per_s: What a ring of ranks moves over it a second in one direction ("bus bandwidth").
+        latency_s: Of one hop of the ring.
+
+    Raises:
+        TypeError: A figure is no number.
+        ValueError: It is out of range.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_amount("bytes_per_s", self.bytes_per_s, above=0)
+        check_amount("latency_s", self.latency_s)
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Nodes of ranks on a fast connection, joined by a slower one.
+
+    A ring over all ranks enters and leaves each node once, and there are as many rings as a node has network
+    ports: so it moves what the slower of the two connections moves, each taken for all ranks of a node
+    together. Hops inside a node cost the one latency, hops between nodes the other.
+
+    Args:
+        node: Between the ranks of one node: what each of them sends and receives a second.
+        network: Between nodes, for each rank of a node (its own port, or its share of the ports). None where
+            there is one node.
+        node_size: Ranks a node.
+        source: Where the figures come from.
+
+    Raises:
+        TypeError: `node_size` is no int.
+        ValueError: It is below 1.
+    """
+
+    node: Wire
+    network: Wire | None = None
+    node_size: int = 8
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        check_ranks("node_size", self.node_size)
+
+    def seconds(self, op: str, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """See Link.
+
+        Raises:
+            ValueError: More ranks than a node has, and no network.
+        """
+        if ranks == 1:
+            return 0.0
+        inside = max(1, min(self.node_size // stride, ranks))  # of one node
+        nodes = -(-ranks // inside)
+        hops, rate = (ranks - 1) * self.node.latency_s, self.node.bytes_per_s
+        if nodes > 1:
+            if self.network is None:
+                raise ValueError(
+                    f"{ranks} ranks, {stride} apart, do not fit a node of {self.node_size}, and the fabric "
+                    "has no network: give network=Wire(...)"
+                )
+            hops = (ranks - nodes) * self.node.latency_s + (nodes - 1) * self.network.latency_s
+            across = self.network.bytes_per_s * inside
+            rate = min(rate, across) if inside > 1 else across
+        return _TURNS[op] * (hops + nbytes * (ranks - 1) / ranks / rate)
+
+
+@dataclass(frozen=True)
+class LinkTable:
+    """What `probe_link` measured: for each collective, seconds by message size.
+
+    Between two sizes it is interpolated; beyond the largest, and for other numbers of ranks, the line of
+    least relative error through all of them is followed, as a ring's.
+
+    Attributes:
+        ranks: That were measured.
+        rows: For each of OPS, pairs of bytes and seconds, bytes ascending.
+        source: Where they come from.
+
+    Raises:
+        ValueError: A collective is missing, has fewer than two sizes, or figures that make no sense.
+    """
+
+    ranks: int
+    rows: Mapping[str, Sequence[tuple[int, float]]]
+    source: str = "measured"
+
+    def __post_init__(self) -> None:
+        check_ranks("ranks", self.ranks, least=2)
+        for op in OPS:
+            rows = self.rows.get(op)
+            if rows is None or len(rows) < 2:
+                raise ValueError(
+                    f"rows: {op} has {len(rows or ())} message sizes; a line needs two or more of each of "
+                    f"{', '.join(OPS)}: measure them with probe_link"
+                )
+            for nbytes, seconds in rows:
+                check_ranks(f"rows[{op!r}]: bytes", nbytes)
+                check_amount(f"rows[{op!r}]: seconds of {nbytes} bytes", seconds, above=0)
+            sizes = [nbytes for nbytes, _ in rows]
+            if sorted(set(sizes)) != sizes:
+                raise ValueError(f"rows: the sizes of {op} do not ascend: {sizes}")
+        if unknown := set(self.rows) - set(OPS):
+            raise ValueError(f"rows: {sorted(unknown)} are none of {', '.join(OPS)}")
+
+    def line(self, op: str) -> tuple[float, float]:
+        """(alpha, beta): seconds = alpha + beta * bytes, of least relative error, neither negative."""
+        rows = self.rows[op]
+        weights = [1 / seconds**2 for _, seconds in rows]
+        total = sum(weights)
+        size = sum(w * n for w, (n, _) in zip(weights, rows, strict=True)) / total
+        time = sum(w * s for w, (_, s) in zip(weights, rows, strict=True)) / total
+        spread = sum(w * (n - size) ** 2 for w, (n, _) in zip(weights, rows, strict=True))
+        both = sum(w * (n - size) * (s - time) for w, (n, s) in zip(weights, rows, strict=True))
+        beta = both / spread
+        if beta <= 0:
+            return time, 0.0
+        if (alpha := time - beta * size) >= 0:
+            return alpha, beta
+        through = sum(w * n * s for w, (n, s) in zip(weights, rows, strict=True))
+        return 0.0, through / sum(w * n * n for w, (n, _) in zip(weights, rows, strict=True))
+
+    def seconds(self, op: str, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """See Link; one measured table has one kind of link, however far ranks are apart."""
+        if ranks == 1:
+            return 0.0
+        rows = self.rows[op]
+        if ranks == self.ranks and rows[0][0] <= nbytes <= rows[-1][0]:
+            after = bisect.bisect_left(rows, nbytes, key=lambda row: row[0])
+            (small, less), (large, more) = rows[max(after - 1, 0)], rows[max(after, 1)]
+            return less + (more - less) * (nbytes - small) / (large - small)
+        alpha, beta = self.line(op)
+        hops = (ranks - 1) / (self.ranks - 1)
+        share = (ranks - 1) / ranks / ((self.ranks - 1) / self.ranks)
+        return alpha * hops + beta * nbytes * share
+
+    def to_json(self) -> str:
+        """The table as JSON."""
+        rows = {op: [list(row) for row in self.rows[op]] for op in OPS}
+        return json.dumps({"ranks": self.ranks, "source": self.source, "rows": rows}, indent=2)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "LinkTable":
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It holds no table.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "LinkTable":
+        """The table that `to_json` wrote.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            data: Any = json.loads(text)
+            rows = {op: tuple((row[0], row[1]) for row in data["rows"][op]) for op in data["rows"]}
+            return cls(data["ranks"], rows, str(data["source"]))
+        except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"no table of links: {type(error).__name__}: {error}") from error

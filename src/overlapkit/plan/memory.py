@@ -1,0 +1,67 @@
+"""The memory of one rank at the highest point of a step, part by part."""
+
+from dataclasses import dataclass
+
+from overlapkit.parallel.shard_plan import ShardPlan
+from overlapkit.plan.setting import Job, recomputed, work_of
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the end of forward, where they are most, or while backward goes through its units.
+
+    Attributes:
+        state: Parameters, gradients and the optimizer's state of this rank's share.
+        gathered: Whole parameters of the units that are there at once: those that are kept, the one that
+            computes, and those that are gathered ahead.
+        reduced: Whole gradients of the units whose reduction is under way.
+        activations: What autograd keeps for backward, and one block's more where blocks are recomputed.
+    """
+
+    state: int
+    gathered: int
+    reduced: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state + self.gathered + self.reduced + self.activations
+
+
+def memory_of(job: Job, plan: ShardPlan, *, optimizer_bytes: int = 8, replicated: bool = False) -> Memory:
+    """What one rank holds.
+
+    Args:
+        job: Its profile says what activations take.
+        plan: Units, prefetch, reshard and recomputation.
+        optimizer_bytes: Bytes an element of the optimizer's state: 8 for AdamW with float32 moments.
+        replicated: Under DDP: everything whole, and gradients in buckets that they share.
+    """
+    units = job.profile.units
+    share = 1 if replicated else job.sharing
+    trained = sum(unit.trained for unit in units)
+    widths = sum(unit.nbytes for unit in units)
+    # Gradients are kept in the parameters' dtype.
+    gradients = sum(unit.nbytes * unit.trained // max(unit.parameters, 1) for unit in units)
+    state = -(-(widths + gradients + trained * optimizer_bytes) // share)
+    kept = activations_of(job, plan)
+    if replicated or share == 1:
+        return Memory(state, 0, 0, kept)
+    work = work_of(job, plan)
+    ahead = max(plan.forward_prefetch or 0, plan.backward_prefetch or 0) + 1
+    moving = sorted((one.gather_bytes for one in work if one.regathers), reverse=True)[: ahead + 1]
+    gathered = sum(one.gather_bytes for one in work if not one.regathers) + sum(moving)
+    flying = 1 + (job.rules.buffers or 1)
+    reduced = sum(sorted((one.reduce_bytes for one in work), reverse=True)[:flying])
+    return Memory(state, gathered, reduced, kept)
+
+
+def activations_of(job: Job, plan: ShardPlan) -> int:
+    """Bytes that autograd keeps at the end of forward, and of the largest recomputed block besides."""
+    blocks = [unit for unit in job.profile.units if unit.block]
+    again = recomputed(len(blocks), plan.recompute)
+    repeated = [unit for unit, repeats in zip(blocks, again, strict=True) if repeats]
+    names = {unit.name for unit in repeated}
+    kept = sum(unit.inputs if unit.name in names else unit.saved for unit in job.profile.units)
+    return kept + max((unit.saved for unit in repeated), default=0)

@@ -1,0 +1,189 @@
+"""A setting of the wrapper at a number of ranks, applied to a profile: the work of each unit of a step."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+from overlapkit.parallel.shard_plan import ShardPlan
+from overlapkit.parallel.units import ROOT
+from overlapkit.plan.arguments import check_amount, check_ranks
+from overlapkit.plan.costs import Profile, UnitProfile
+from overlapkit.plan.links import Link
+from overlapkit.plan.step import Rules, Work
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained where; everything that is not chosen.
+
+    Args:
+        profile: Of the model, for one microbatch.
+        link: Between the ranks.
+        world: Number of ranks.
+        shards: Ranks that share each parameter; None for all of them. Fewer make copies (HSDP).
+        param_bytes: Bytes an element in an all-gather: 2 with mp_policy="bf16".
+        reduce_bytes: Bytes an element in a reduction.
+        spread: Standard deviation of the ranks' compute times, of their mean: the slowest sets the pace.
+        optimizer_s: Seconds of the optimizer's step for all parameters; each rank steps its share.
+        rules: What is fixed in the schedule beside the prefetch depths; see Rules.
+
+    Raises:
+        TypeError: A figure is no number.
+        ValueError: It is out of range, or `world` is no multiple of `shards`.
+    """
+
+    profile: Profile
+    link: Link
+    world: int
+    shards: int | None = None
+    param_bytes: int = 4
+    reduce_bytes: int = 4
+    spread: float = 0.0
+    optimizer_s: float = 0.0
+    rules: Rules = Rules()
+
+    def __post_init__(self) -> None:
+        check_ranks("world", self.world)
+        check_ranks("param_bytes", self.param_bytes)
+        check_ranks("reduce_bytes", self.reduce_bytes)
+        check_amount("spread", self.spread)
+        check_amount("optimizer_s", self.optimizer_s)
+        if self.shards is not None:
+            check_ranks("shards", self.shards)
+            if self.world % self.shards:
+                raise ValueError(
+                    f"world={self.world}, shards={self.shards}: a mesh of copies by shards takes a world "
+                    f"that is a multiple of the shards, such as {-(-self.world // self.shards) * self.shards}"
+                )
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share each parameter."""
+        return self.shards or self.world
+
+    @property
+    def copies(self) -> int:
+        """How many copies of the whole model there are."""
+        return self.world // self.sharing
+
+    @property
+    def slowness(self) -> float:
+        """How much longer than the mean the slowest rank computes."""
+        return 1 + self.spread * slowest(self.world)
+
+
+def slowest(ranks: int) -> float:
+    """The expected largest of n normal values, in standard deviations.
+
+    G. Blom, Statistical estimates and transformed beta-variables (1958): within 1 % for any n.
+    """
+    return 0.0 if ranks == 1 else NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+def grouped(profile: Profile, plan: ShardPlan) -> list[list[UnitProfile]]:
+    """The profile's units, put together as the plan has them; the root's last, with all that the plan leaves.
+
+    Raises:
+        ValueError: The plan takes a profiled unit apart.
+    """
+    if plan.units is None:
+        return [[unit] for unit in profile.units]
+    left = {name: unit for unit in profile.units for name in unit.modules}
+    groups = []
+    for names in plan.units:
+        group: list[UnitProfile] = []
+        for name in names:
+            if name not in left:
+                raise ValueError(
+                    f"plan: unit {'+'.join(names)!r} has {name!r}, which was not profiled as a unit: profile "
+                    "the model with these units"
+                )
+            if left[name] not in group:
+                group.append(left[name])
+        for unit in group:
+            if not set(unit.modules) <= set(names):
+                raise ValueError(f"plan: {unit.name!r} was profiled as one unit and the plan takes it apart")
+            for name in unit.modules:
+                del left[name]
+        groups.append(group)
+    taken = {unit.name for group in groups for unit in group}
+    return [*groups, [unit for unit in profile.units if unit.name not in taken]]
+
+
+def recomputed(blocks: int, recompute: str | None) -> list[bool]:
+    """Which of the blocks are computed again in backward.
+
+    Raises:
+        ValueError: It is "selective", whose cost no profile of whole blocks knows.
+    """
+    if recompute in (None, "none"):
+        return [False] * blocks
+    if recompute == "full":
+        return [True] * blocks
+    if recompute is not None and recompute.startswith("every:"):
+        every = int(recompute.removeprefix("every:"))
+        return [place % every == 0 for place in range(blocks)]
+    raise ValueError(
+        f"recompute={recompute!r}: simulated are 'none', 'full' and 'every:N'; profile the model with "
+        "recompute='selective' applied, and simulate 'none'"
+    )
+
+
+def computed(job: Job, plan: ShardPlan) -> dict[str, tuple[float, float]]:
+    """Seconds of forward and backward of each profiled unit on the slowest rank, with recomputation."""
+    again = iter(recomputed(sum(unit.block for unit in job.profile.units), plan.recompute))
+    slow = job.slowness
+    return {
+        unit.name: (
+            slow * unit.forward_s,
+            slow * (unit.backward_s + (unit.forward_s if unit.block and next(again) else 0.0)),
+        )
+        for unit in job.profile.units
+    }
+
+
+def work_of(job: Job, plan: ShardPlan) -> list[Work]:
+    """Each unit's work in a step of one microbatch, in forward order, the root last."""
+    groups, seconds = grouped(job.profile, plan), computed(job, plan)
+    return [_work(job, group, _reshards(plan, groups, i), seconds) for i, group in enumerate(groups)]
+
+
+def _reshards(plan: ShardPlan, groups: Sequence[Sequence[UnitProfile]], place: int) -> bool | int:
+    """As `shard` does where the plan does not decide: blocks and embedding, but neither head nor root."""
+    last = len(groups) - 1
+    if place == last:
+        return False
+    if plan.reshard is not None:
+        return plan.reshard[place]
+    after_blocks = place == last - 1 and not any(unit.block for unit in groups[place])
+    return not after_blocks
+
+
+def _work(
+    job: Job, group: list[UnitProfile], reshard: bool | int, seconds: Mapping[str, tuple[float, float]]
+) -> Work:
+    gathered = job.param_bytes * sum(unit.parameters for unit in group)
+    reduced = job.reduce_bytes * sum(unit.trained for unit in group)
+    sharing, copies = job.sharing, job.copies
+    work = Work(
+        "+".join(unit.name for unit in group) or ROOT,
+        sum(seconds[unit.name][0] for unit in group),
+        sum(seconds[unit.name][1] for unit in group),
+        regathers=bool(reshard),
+        reduce_bytes=reduced if job.world > 1 else 0,
+    )
+    if sharing > 1 and gathered:
+        gather = job.link.seconds("all_gather", gathered, sharing)
+        kept = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else sharing
+        work = replace(
+            work,
+            gather_bytes=gathered,
+            gather_s=gather,
+            regather_s=job.link.seconds("all_gather", gathered, kept),
+            reduce_s=job.link.seconds("reduce_scatter", reduced, sharing) if reduced else 0.0,
+        )
+    if copies > 1 and reduced:
+        nbytes = math.ceil(reduced / sharing)
+        work = replace(work, copies_s=job.link.seconds("all_reduce", nbytes, copies, stride=sharing))
+    return work
