@@ -36,8 +36,8 @@ class Finished(NamedTuple):
     fed: bool
     peak: int | None
     on_device: bool
-    recompute: bool
-    counted: bool
+    recompute: bool = False
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

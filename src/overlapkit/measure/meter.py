@@ -239,7 +239,7 @@ class StepMeter:
     def _report(self, window: int, patience: float) -> StepReport:
         self._recorded += self._ledger.settle()
         report = make_report(
-            self._ledger, window, self._closeup, self._rank, self._across.ranks(patience), **self._speed
+            self._ledger, window, self._closeup.seen, self._rank, self._across.ranks(patience), **self._speed
         )
         return report if self._tracer is None else self._tracer.fold(report)
 

@@ -96,12 +96,6 @@ class Phases:
         if self.inside:
             self.turn("backward")
 
-    def on_recompute(self, kind: str) -> None:
-        """A module is called inside backward ("recompute"), or is done ("backward")."""
-        timeline = self.timeline
-        if self.inside and timeline is not None and timeline.kind in ("backward", "recompute"):
-            self.turn(kind)
-
     def _on_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self.inside:
             self.turn("optimizer")

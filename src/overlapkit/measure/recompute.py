@@ -4,12 +4,12 @@ Reentrant or not, torch.utils.checkpoint and what is built on it call the module
 it. A first look hooks every module for the length of one backward; later ones only those that were called.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from overlapkit.measure.hooks import Hook
+from overlapkit.measure.phases import Phases
 
 
 class Recomputation:
@@ -17,13 +17,12 @@ class Recomputation:
 
     Args:
         model: The outermost module.
-        turn: Called with "recompute" when a module is called inside backward, and with "backward" when that
-            is over.
+        phases: Turned to "recompute" when a module is called inside backward, and back when that is over.
     """
 
-    def __init__(self, model: nn.Module, turn: Callable[[str], None]) -> None:
+    def __init__(self, model: nn.Module, phases: Phases) -> None:
         self._model = model
-        self._turn = turn
+        self._phases = phases
         self._found: list[nn.Module] = []
         self._called: list[nn.Module] = []  # one inside the other
         self._handles: list[Any] = []
@@ -47,8 +46,11 @@ class Recomputation:
         self._called.clear()
 
     def _on_call(self, module: nn.Module, args: object) -> None:
+        timeline = self._phases.timeline
+        if timeline is None or timeline.kind not in ("backward", "recompute"):
+            return  # the forward of the next microbatch
         if not self._called:
-            self._turn("recompute")
+            self._phases.turn("recompute")
             if module not in self._found:
                 self._found.append(module)
         self._called.append(module)
@@ -58,4 +60,4 @@ class Recomputation:
         if self._called:
             self._called.pop()
             if not self._called:
-                self._turn("backward")
+                self._phases.turn("backward")

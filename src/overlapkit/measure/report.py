@@ -11,7 +11,7 @@ import torch
 from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.advice import Finding, find
 from overlapkit.measure.answers import Answer, answer
-from overlapkit.measure.closeup import Closeup
+from overlapkit.measure.closeup import Seen
 from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.draw import save_drawing
 from overlapkit.measure.ledger import Ledger, Trace
@@ -153,7 +153,7 @@ def _check_path(path: object) -> None:
 def make_report(
     ledger: Ledger,
     window: int,
-    closeup: Closeup,
+    looked: Seen | None,
     rank: int,
     ranks: Ranks | str = "not compared",
     *,
@@ -165,17 +165,18 @@ def make_report(
     Args:
         ledger: Of the meter.
         window: How many records.
-        closeup: What it looked at in some steps only.
+        looked: What was seen in some steps only.
         rank: Of this process.
         ranks: All ranks compared, or why they are not.
         peak_flops: A second, of the device, or None to look it up.
         flops_per_token: Of the model, or None to count.
     """
     seen = Window(ledger, window, ranks)
-    speed = Speed(closeup, seen.coverage.device, seen.tokens, peak_flops, flops_per_token)
-    detail = look_within(seen, closeup, speed)
+    looked = looked or Seen()
+    speed = Speed(looked, seen.coverage.device, seen.tokens, peak_flops, flops_per_token)
+    detail = look_within(seen, looked, speed)
     records = tuple(seen.records)
-    findings = find(seen)
+    findings = find(seen, detail, looked.products)
     return StepReport(
         steps=len(records),
         first_step=records[0].index if records else None,
@@ -188,7 +189,7 @@ def make_report(
         tokens_per_s=seen.tokens_per_s(),
         peak_memory=records[-1].peak_memory if records else None,
         parts=seen.parts,
-        answers=answer(seen, closeup.peaks.top if closeup.peaks is not None else None, findings),
+        answers=answer(seen, looked.peaks.top if looked.peaks is not None else None, findings, detail),
         findings=findings,
         records=records,
         detail=detail,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from overlapkit.measure.closeup import Closeup
+from overlapkit.measure.closeup import Seen
 from overlapkit.measure.device_peaks import DevicePeak, flops_per_s, peak_of
 
 
@@ -15,7 +15,7 @@ class Speed:
     share of the period. FLOPs of recomputation and of the optimizer are not the model's (PaLM, appendix B).
 
     Args:
-        closeup: Counted the operators.
+        seen: Counted the operators.
         device: Of the training.
         tokens: A step, in the window, or None.
         peak_flops: A second, as the user gave it, or None to look the device up.
@@ -24,7 +24,7 @@ class Speed:
 
     def __init__(
         self,
-        closeup: Closeup,
+        seen: Seen,
         device: torch.device,
         tokens: float | None,
         peak_flops: float | None = None,
@@ -33,7 +33,7 @@ class Speed:
         self._device = device
         self._peak_flops = peak_flops
         self._by_dtype: Mapping[torch.dtype, float] = {}
-        self.flops: float | str = self._count(closeup, tokens, flops_per_token)
+        self.flops: float | str = self._count(seen, tokens, flops_per_token)
 
     def mfu(self, period_ms: float | None) -> float | str:
         """As a share of a step of so many milliseconds, or the reason."""
@@ -54,19 +54,19 @@ class Speed:
         seconds = self._seconds(peak)
         return seconds if isinstance(seconds, str) else seconds * 1e3 / period_ms
 
-    def _count(self, closeup: Closeup, tokens: float | None, per_token: float | None) -> float | str:
+    def _count(self, seen: Seen, tokens: float | None, per_token: float | None) -> float | str:
         if per_token is not None:
             if tokens is None:
                 return "flops_per_token= is given, but step(tokens=) is not"
             return per_token * tokens
-        if not closeup.counted:
-            if closeup.compiled:
+        if not seen.counted:
+            if seen.compiled:
                 return "torch.compile is at work, whose graphs cannot be counted: give flops_per_token="
             return "the operators of no step were counted yet"
-        if not closeup.flops:
+        if not seen.flops:
             return "no operator of known arithmetic ran (a CUDA graph?): give flops_per_token="
-        scale = tokens / closeup.counted_tokens if tokens and closeup.counted_tokens else 1.0
-        self._by_dtype = {dtype: flops * scale for dtype, flops in closeup.flops.items()}
+        scale = tokens / seen.tokens if tokens and seen.tokens else 1.0
+        self._by_dtype = {dtype: flops * scale for dtype, flops in seen.flops.items()}
         return sum(self._by_dtype.values())
 
     def _seconds(self, peak: DevicePeak) -> float | str:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from overlapkit.measure.closeup import Closeup
+from overlapkit.measure.closeup import Seen
 from overlapkit.measure.detail import (
     Bucket,
     CheckpointCost,
@@ -27,20 +27,20 @@ _GATHER = "all_gather "
 _CLEAN = 3  # steps without a save that a slowdown is compared with, at least
 
 
-def look_within(window: Window, closeup: Closeup, speed: Speed) -> StepDetail:
+def look_within(window: Window, seen: Seen, speed: Speed) -> StepDetail:
     """The detail of a window; what cannot be told gets its reason."""
     values: dict[str, Any] = {}
     missing: dict[str, str] = {}
     looks: dict[str, Callable[[], Any]] = {
-        "recompute_ms": lambda: _recompute_ms(window, closeup),
+        "recompute_ms": lambda: _recompute_ms(window, seen),
         "passes": lambda: _passes(window),
         "buckets": lambda: _buckets(window),
         "gathers": lambda: _gathers(window),
         "compilations": lambda: _compilations(window),
-        "syncs": lambda: _syncs(window, closeup),
-        "io": lambda: _io(window, closeup),
+        "syncs": lambda: _syncs(window, seen),
+        "io": lambda: _io(window, seen),
         "checkpoint": lambda: _checkpoint(window),
-        "peaks": lambda: _peaks(closeup),
+        "peaks": lambda: _peaks(seen),
         "flops": lambda: speed.flops,
         "mfu": lambda: speed.mfu(window.period_ms),
     }
@@ -53,11 +53,11 @@ def look_within(window: Window, closeup: Closeup, speed: Speed) -> StepDetail:
     return StepDetail(**values, missing=missing)
 
 
-def _recompute_ms(window: Window, closeup: Closeup) -> float | str:
+def _recompute_ms(window: Window, seen: Seen) -> float | str:
     known = [record.recompute for record in window.records if record.recompute is not None]
     if known:
         return sum(known) / len(known) / 1e6
-    if closeup.compiled:
+    if seen.compiled:
         return "the model is compiled: what its graphs compute again is not told"
     return window.parts["backward"].reason or "no step of this window was looked at closely"
 
@@ -144,23 +144,23 @@ def _compilations(window: Window) -> tuple[Compilation, ...] | str:
     return tuple(sorted(found, key=lambda one: -one.ms))
 
 
-def _syncs(window: Window, closeup: Closeup) -> tuple[Sync, ...] | str:
+def _syncs(window: Window, seen: Seen) -> tuple[Sync, ...] | str:
     if window.coverage.device.type == "cpu":
         return "tensors are on the CPU: there is no device to wait for"
-    if not closeup.counted:
-        return _uncounted(closeup) + '; torch.cuda.set_sync_debug_mode("warn") shows them'
-    found = [Sync(*key, times / closeup.counted) for key, times in closeup.syncs.items()]
+    if not seen.counted:
+        return _uncounted(seen) + '; torch.cuda.set_sync_debug_mode("warn") shows them'
+    found = [Sync(*key, times / seen.counted) for key, times in seen.syncs.items()]
     return tuple(sorted(found, key=lambda one: -one.a_step))
 
 
-def _uncounted(closeup: Closeup) -> str:
-    if closeup.compiled:
+def _uncounted(seen: Seen) -> str:
+    if seen.compiled:
         return "torch.compile is at work: operators inside its graphs are not seen"
     return "the operators of no step were counted yet"
 
 
-def _io(window: Window, closeup: Closeup) -> JobIO | str:
-    return closeup.io.rates(window.records[0].index)
+def _io(window: Window, seen: Seen) -> JobIO | str:
+    return seen.io.rates(window.records[0].index)
 
 
 def _checkpoint(window: Window) -> CheckpointCost | str:
@@ -181,7 +181,9 @@ def _checkpoint(window: Window) -> CheckpointCost | str:
     slowdown = None
     if len(clean) >= _CLEAN and beside:
         usual = statistics.median(clean)
-        slowdown = max(0.0, sum(time - usual for time in beside))
+        spread = statistics.quantiles(clean, n=4)[2]
+        slower = statistics.fmean(beside) > spread  # otherwise it is no more than steps differ anyway
+        slowdown = sum(time - usual for time in beside) if slower else 0.0
     return CheckpointCost(
         saves=saves,
         interval=len(steps) / saves,
@@ -191,7 +193,7 @@ def _checkpoint(window: Window) -> CheckpointCost | str:
     )
 
 
-def _peaks(closeup: Closeup) -> dict[str, int] | str:
-    if closeup.peaks is not None and closeup.peaks.phases:
-        return dict(closeup.peaks.phases)
+def _peaks(seen: Seen) -> dict[str, int] | str:
+    if seen.peaks is not None and seen.peaks.phases:
+        return dict(seen.peaks.phases)
     return "this system keeps no record of the peak that can be set back (/proc/self/clear_refs)"
