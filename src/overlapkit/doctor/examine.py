@@ -82,7 +82,7 @@ def examine(
         )
     watch = Watch(subject.machine)
     figures: storage.Figures = {}
-    checks = tools.checks(_checks(folders, tools.trials, figures, watch, seconds, workers))
+    checks = tools.checks(all_checks(folders, tools.trials, figures, watch, seconds, workers))
     lines = _own_lines(subject, checks, progress)
     if place.world > 1:
         return _among_ranks(subject, lines, figures, link, timeout, tools, progress)
@@ -112,7 +112,7 @@ def this_process() -> Subject:
     return Subject(machine, Torch.imported(), Place.launched(machine.environ), gpus)
 
 
-def _checks(
+def all_checks(
     folders: storage.Folders,
     trials: storage.Trials,
     figures: storage.Figures,

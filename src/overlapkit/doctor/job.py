@@ -6,6 +6,8 @@ No collectives, and no process group: a rank may be missing, or its network brok
 import contextlib
 import itertools
 import json
+import socket
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -53,12 +55,15 @@ class Job:
                 "start the job with torchrun"
             )
         by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent serves it
+        serves = place.rank == 0 and not by_agent
+        if not serves:
+            _knock(where, int(port), timeout)
         try:
             store = TCPStore(
                 where,
                 int(port),
                 world_size=place.world,
-                is_master=place.rank == 0 and not by_agent,
+                is_master=serves,
                 timeout=timedelta(seconds=timeout),
                 wait_for_workers=False,
             )
@@ -119,6 +124,19 @@ class Job:
 
     def _key(self, key: str, rank: int) -> str:
         return f"{self._prefix}/{key}/{rank}"
+
+
+def _knock(where: str, port: int, timeout: float) -> None:
+    """Wait until somebody listens there: a store that finds nobody writes pages to stderr."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((where, port), timeout=timeout).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise Unreadable(f"rank 0's store at {where}:{port} does not answer: {error}") from None
+        time.sleep(0.1)
 
 
 def _short(error: BaseException) -> str:

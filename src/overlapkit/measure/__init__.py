@@ -1,5 +1,7 @@
 """Measurement: what each lane of a training step still exposes, and what would hide it."""
 
+from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport
+from overlapkit.measure.garbage import collect_garbage
 from overlapkit.measure.meter import StepMeter
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport
@@ -7,4 +9,14 @@ from overlapkit.measure.tensorboard import TensorBoardWriter
 from overlapkit.measure.traces.explain import explain
 from overlapkit.measure.traces.opening import TraceError
 
-__all__ = ["StepMeter", "StepRecord", "StepReport", "TensorBoardWriter", "TraceError", "explain"]
+__all__ = [
+    "HANG_EXIT_CODE",
+    "HangReport",
+    "StepMeter",
+    "StepRecord",
+    "StepReport",
+    "TensorBoardWriter",
+    "TraceError",
+    "collect_garbage",
+    "explain",
+]

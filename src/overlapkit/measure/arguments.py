@@ -1,5 +1,6 @@
 """What StepMeter accepts: a mistake is one error at construction, before any step has run."""
 
+import math
 from collections.abc import Iterable, Sequence
 from os import PathLike
 
@@ -32,18 +33,24 @@ def check_parts(model: object, optimizer: object, loader: object, checkpointer: 
         )
 
 
-def check_options(every: int, history: int, hang_timeout: float | None) -> None:
-    """Each option is in range and available.
+def check_options(every: int, history: int, hang_timeout: object, on_hang: object) -> None:
+    """Each option is in range.
 
     Raises:
         TypeError: An option is of the wrong type.
-        ValueError: A number is out of range.
-        NotImplementedError: An option is not available yet.
+        ValueError: A number or name is out of range.
     """
     check_count("every", every)
     check_count("history", history)
     if hang_timeout is not None:
-        raise NotImplementedError(f"hang_timeout={hang_timeout!r}: not available yet, leave it None")
+        if isinstance(hang_timeout, bool) or not isinstance(hang_timeout, int | float):
+            raise TypeError(f"hang_timeout={hang_timeout!r}: give seconds, such as 300, or None")
+        if not (math.isfinite(hang_timeout) and hang_timeout > 0):
+            raise ValueError(f"hang_timeout={hang_timeout}: give seconds above 0, such as 300, or None")
+    if not callable(on_hang) and on_hang not in ("exit", "wait"):
+        raise ValueError(f"on_hang={on_hang!r}: give 'exit', 'wait', or a callable that takes a HangReport")
+    if hang_timeout is None and on_hang != "exit":
+        raise ValueError(f"on_hang={on_hang!r} without hang_timeout: set hang_timeout=300, say")
 
 
 def check_speed(**numbers: float | None) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from overlapkit.device import rank_and_world
 from overlapkit.measure.across.companion import Across
+from overlapkit.measure.across.watch import OnHang
 from overlapkit.measure.arguments import (
     check_count,
     check_live,
@@ -76,7 +77,10 @@ class StepMeter:
         trace_every: Trace the last of each so many steps with torch.profiler, read the trace in the
             background, and let `report()` tell what it shows. A traced step is not measured.
         trace_folder: Keep traces there, as rank-R-step-N.json.gz.
-        hang_timeout: Not available yet.
+        hang_timeout: Seconds without progress of any rank after which the job hangs (docs/meter.md): more
+            than anything takes that is not in `pause()`. None watches nothing.
+        on_hang: What to do then, once it is said on stderr who is missing: "exit" ends this process with
+            `HANG_EXIT_CODE` (87), "wait" goes on waiting, and a callable is given a HangReport, then waits.
         on_report: Callables, given a StepReport after each 100 measured steps.
         on_log: Callables, given a step's number and the values that `log()` was given in it, once these
             have arrived. What a callable raises is warned of once, and training goes on.
@@ -85,7 +89,6 @@ class StepMeter:
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: A number is out of range, or `model` has no parameters.
-        NotImplementedError: `hang_timeout` is set.
         RuntimeError: WORLD_SIZE is set but there is no process group.
     """
 
@@ -103,12 +106,13 @@ class StepMeter:
         trace_every: int | None = None,
         trace_folder: str | PathLike[str] | None = None,
         hang_timeout: float | None = None,
+        on_hang: OnHang = "exit",
         on_report: Sequence[Callable[[StepReport], object]] = (),
         on_log: Sequence[Tell] = (),
         progress: bool | int = False,
     ) -> None:
         check_parts(model, optimizer, loader, checkpointer)
-        check_options(every, history, hang_timeout)
+        check_options(every, history, hang_timeout, on_hang)
         check_speed(peak_flops=peak_flops, flops_per_token=flops_per_token)
         check_live(on_report, on_log, progress)
         check_tracing(trace_every, trace_folder)
@@ -126,7 +130,7 @@ class StepMeter:
         self._recorded = 0
         self._closed = False
         self._phases = Phases(model, optimizer)
-        self._across = Across(self._ledger, every)
+        self._across = Across(self._ledger, self._phases, every, hang_timeout, on_hang)
         self._companions: list[Companion] = [self._across]  # first in, first told
         self._tracer: StepTracer | None = None
         if trace_every is not None:

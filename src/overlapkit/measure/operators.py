@@ -100,11 +100,12 @@ class Operators(TorchDispatchMode):
         name = self._names.get(packet) or self._names.setdefault(packet, str(packet))
         if _waits(name, args, kwargs) and self._phase() != "paused":
             self._note_sync(name)
-        if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
-            return NotImplemented  # a subclass (DTensor) does it first; what it does comes here again
+        names = {kind.__name__ for kind in types}
+        if "DTensor" in names:
+            return NotImplemented  # it does it first: what it does with its local tensors comes here again
         out = func(*args, **kwargs)
         formula = self._formulas.get(packet)
-        if formula is not None and self._phase() not in _UNCOUNTED:
+        if formula is not None and "FakeTensor" not in names and self._phase() not in _UNCOUNTED:
             self._note_flops(name, args, formula(*args, **kwargs, out_val=out))
         return out
 

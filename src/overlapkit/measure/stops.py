@@ -80,9 +80,9 @@ class CompileWatch:
             if handler is None:
                 return
         if self._end not in handler.end_callbacks:
+            self.close()
             handler.register_start_callback(self._start)
             handler.register_end_callback(self._end)
-            self.close()
             self.close = weakref.finalize(self, _leave, handler, self._start, self._end)
 
 

@@ -40,6 +40,11 @@ class Timeline:
         """The latest turn."""
         return Turn(self.kind, self._hosts[-1], self._marks[-1])
 
+    @property
+    def turns(self) -> int:
+        """How many phases there have been."""
+        return len(self._kinds)
+
     def turn(self, kind: str) -> None:
         """Begin a phase now; nothing happens where it is on already."""
         if self.kind != kind:

@@ -62,7 +62,7 @@ def choose(
         reduce_bytes: Bytes an element in a reduction.
         spread: Standard deviation of the ranks' compute times, of their mean.
         optimizer_bytes: Bytes an element of the optimizer's state.
-        rules: What is fixed in the schedule.
+        rules: What is fixed in the schedule; None for what `shard` does on the profile's device.
         failures: Then the plan has `checkpoint_every`, too.
 
     Returns:
@@ -79,7 +79,7 @@ def choose(
         world = link.ranks
     if memory is not None:
         check_ranks("memory", memory)
-    job = Job(profile, link, world, shards, param_bytes, reduce_bytes, spread, rules=rules or Rules())
+    job = Job(profile, link, world, shards, param_bytes, reduce_bytes, spread, rules=rules)
     tried = [
         _Candidate(
             plan,

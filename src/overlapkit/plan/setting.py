@@ -10,7 +10,7 @@ from overlapkit.parallel.units import ROOT
 from overlapkit.plan.arguments import check_amount, check_ranks
 from overlapkit.plan.costs import Profile, UnitProfile
 from overlapkit.plan.links import Link
-from overlapkit.plan.step import Rules, Work
+from overlapkit.plan.step import Rules, Work, rules_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Job:
         reduce_bytes: Bytes an element in a reduction.
         spread: Standard deviation of the ranks' compute times, of their mean: the slowest sets the pace.
         optimizer_s: Seconds of the optimizer's step for all parameters; each rank steps its share.
-        rules: What is fixed in the schedule beside the prefetch depths; see Rules.
+        rules: What is fixed in the schedule beside the prefetch depths; None for what `shard` does on the
+            profile's device.
 
     Raises:
         TypeError: A figure is no number.
@@ -41,7 +42,7 @@ class Job:
     reduce_bytes: int = 4
     spread: float = 0.0
     optimizer_s: float = 0.0
-    rules: Rules = Rules()
+    rules: Rules | None = None
 
     def __post_init__(self) -> None:
         check_ranks("world", self.world)
@@ -56,6 +57,11 @@ class Job:
                     f"world={self.world}, shards={self.shards}: a mesh of copies by shards takes a world "
                     f"that is a multiple of the shards, such as {-(-self.world // self.shards) * self.shards}"
                 )
+
+    @property
+    def schedule(self) -> Rules:
+        """`rules`, or those of the device."""
+        return self.rules or rules_of(self.profile.device)
 
     @property
     def sharing(self) -> int:
