@@ -413,6 +413,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         "synchronize": lambda device=None: [machine.host_waits(s.clock) for s in machine.streams.values()],
         "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister),
         "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
         "_sleep": lambda cycles: None,
     }
     with contextlib.ExitStack() as stack:
