@@ -210,7 +210,13 @@ def test_the_meter_itself_never_waits_for_a_device():
         for _ in range(2000):  # each event answers late
             last = meter.last
         assert last.index == 39
-        meter.report()
+        report = meter.report()
+        assert report.detail.flops == 2 * 2 * 2 * 2  # forward and the weight's gradient; x needs none
+        assert report.detail.mfu == pytest.approx(16 / 19.5e12 * 1e3 / report.period_ms)
+        assert report.detail.syncs == ()
+        assert [one.component for one in report.findings if one.lane == "compute"] == [
+            "torch.set_float32_matmul_precision"
+        ]
         meter.close()
         assert sum(waits) == 0
         assert machine.faults == []

@@ -112,7 +112,11 @@ def _kept_whole(model: nn.Module) -> None:
 WHEN_READ = {
     "gradients are kept": (_grads_kept, {}, {}),
     "a hook reads the gradient": (_hooked, {}, {}),
-    "units stay gathered": (_kept_whole, {}, {"late": 1}),  # all but the embedding, which needs none in backward
+    "units stay gathered": (
+        _kept_whole,
+        {},
+        {"late": 1},
+    ),  # all but the embedding, which needs none in backward
     "a rounded reduction is converted": (
         lambda model: None,
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
@@ -359,4 +363,8 @@ def _on_a_gpu(rank: int) -> list[tuple[str, Any, bool]]:
 @pytest.mark.gpu
 def test_spans_on_a_gpu_are_of_its_stream():
     (spans,) = run_ranks(1, _on_a_gpu, backend="nccl", start="spawn")
-    assert spans == [("all_gather a", 12, False), ("reduce_scatter a", 12, False), ("all_gather a", 12, False)]
+    assert spans == [
+        ("all_gather a", 12, False),
+        ("reduce_scatter a", 12, False),
+        ("all_gather a", 12, False),
+    ]
