@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from overlapkit.measure import StepMeter, closeup
 from overlapkit.measure import meter as module
 from overlapkit.measure.record import Microbatch
+from tests.cuda_fake import fake_cuda, module_on_device, on_device
 from tests.fake_clock import FakeClock
 
 
@@ -190,3 +191,33 @@ def test_dynamos_reset_does_not_make_the_meter_blind():
     assert [record.compiled for record in meter.report().records] == [1, 1]
     meter.close()
     torch._dynamo.reset()
+
+
+def test_the_meter_itself_never_waits_for_a_device():
+    with fake_cuda() as machine:
+        model = module_on_device(nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        meter = StepMeter(model, optimizer)
+        x = on_device(torch.ones(1, 2))
+        waits = []
+        for _ in range(40):
+            before = machine.syncs
+            with meter.step(tokens=1):
+                model(x).sum().backward()
+                optimizer.step()
+            waits.append(machine.syncs - before)
+        assert meter._closeup.seen.counted == 1
+        for _ in range(2000):  # each event answers late
+            last = meter.last
+        assert last.index == 39
+        report = meter.report()
+        assert report.detail.flops == 2 * 2 * 2 * 2  # forward and the weight's gradient; x needs none
+        assert report.detail.mfu == pytest.approx(16 / 19.5e12 * 1e3 / report.period_ms)
+        assert report.detail.syncs == ()
+        assert [one.component for one in report.findings if one.lane == "compute"] == [
+            "torch.set_float32_matmul_precision"
+        ]
+        meter.close()
+        assert sum(waits) == 0
+        assert machine.faults == []
+        assert machine.syncs == 0
