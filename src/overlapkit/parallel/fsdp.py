@@ -84,9 +84,9 @@ def shard(
             0 leaves it to FSDP2.
         backward_prefetch: How many preceding units' all-gathers a unit starts in backward; 0 for none.
         reshard: Whether parameters are freed between forward and backward. "auto": blocks and embedding
-            are; the projection, needed first in backward, and the root are not (and are freed after a
-            forward without gradients). True or False: all units alike. A number: blocks stay gathered
-            among that many ranks. Without a process group nothing is freed, and any of these is right.
+            are; the projection, needed first in backward, and the root are not. True or False: all units
+            alike. A number: they stay gathered among that many ranks. After a forward without gradients all
+            are freed. Without a process group nothing is freed, and any of these is right.
         recompute: "none", "full", "every:N" or "selective": see `recompute`. Each unit is gathered as often
             as without.
         compile_blocks: True, or a dict of torch.compile's keyword arguments: see `compile_blocks`.
