@@ -84,7 +84,7 @@ def test_names_are_sorted_and_listed():
 def test_each_name_resolves_to_the_object_in_its_part(name):
     value = getattr(overlapkit, name)
     assert getattr(overlapkit, name) is value
-    home = value.__name__ if name == "kernels" else value.__module__
+    home = value.__name__ if name in ("kernels", "plan") else value.__module__
     assert home.startswith("overlapkit.")
     assert value.__doc__
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from overlapkit import kernels, plan
     from overlapkit.checkpoint import Checkpointer
     from overlapkit.input import DeviceLoader, ElasticSampler, Mixture, TokenShards, write_token_shards
-    from overlapkit.measure import StepMeter, StepReport
+    from overlapkit.measure import StepMeter, StepReport, collect_garbage
     from overlapkit.optim import AdamW
     from overlapkit.parallel import accumulate, replicate, shard
 
@@ -29,6 +29,7 @@ __all__ = [
     "StepReport",
     "TokenShards",
     "accumulate",
+    "collect_garbage",
     "kernels",
     "plan",
     "replicate",
@@ -68,6 +69,7 @@ __getattr__ = _lazily(
         "StepReport": "measure",
         "TokenShards": "input",
         "accumulate": "parallel",
+        "collect_garbage": "measure",
         "kernels": "kernels",
         "plan": "plan",
         "replicate": "parallel",

@@ -43,7 +43,7 @@ def test_a_foreign_wrapper_is_unmeasured_with_the_reason(reports):
         assert part["mean_ms"] is None
         assert "foreign wrapper: DistributedDataParallel" in part["reason"]
         assert foreign["answers"][3]["value"] is None
-        assert "ranks are not compared yet" in foreign["answers"][4]["evidence"]
+        assert "ranks are compared after 5 measured steps" in foreign["answers"][4]["evidence"]
 
 
 def test_our_wrappers_communication_is_measured(reports):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -50,6 +51,24 @@ def gpt(depth: int = 3, tied: bool = False, frozen: tuple[str, ...] = ()) -> Gpt
     model = Gpt(depth, tied)
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def even_gpt() -> Gpt:
+    """Of widths that tensor parallelism can halve."""
+    torch.manual_seed(5)
+    model = Gpt()
+    for block in model.blocks:
+        block.up, block.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+    return model
+
+
+def split(model: nn.Module, mesh: Any) -> nn.Module:
+    """Make its blocks tensor-parallel over `mesh`."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
 

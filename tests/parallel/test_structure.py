@@ -79,6 +79,25 @@ class HeadFirst(Part):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
 
+class WordsFirst(HeadFirst):
+    """As HeadFirst, but with words: without the head in a unit both tables meet in one (Automodel#3708)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 7)
+
+
+class Stage(Part):
+    def __init__(self, kind: type[nn.Module], depth: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.layers = (
+            kind([Residual() for _ in range(depth)])
+            if kind is nn.ModuleList
+            else kind(*(Residual() for _ in range(depth)))
+        )
+
+
 def _repeated(module: nn.Module, times: int) -> nn.ModuleList:
     return nn.ModuleList([module] * times)
 
@@ -130,6 +149,33 @@ CASES = {
         ("head",),
     ),
     "head first": (HeadFirst(), None, ("blocks.0", "blocks.1"), ()),
+    "words after a head first": (WordsFirst(), "embed", ("blocks.0", "blocks.1"), ("head",)),
+    "depth 1": (Gpt(1), "embed", ("blocks.0",), ("norm", "head")),
+    "an odd one between blocks": (
+        nn.ModuleDict({"layers": nn.ModuleList([Block(), Residual(), Block()])}),
+        None,
+        ("layers.0", "layers.1", "layers.2"),
+        (),
+    ),
+    "stages that run in turn": (
+        nn.ModuleDict({"stages": nn.ModuleList([Stage(nn.Sequential, 2), Stage(nn.Sequential, 2)])}),
+        None,
+        ("stages.0.layers.0", "stages.0.layers.1", "stages.1.layers.0", "stages.1.layers.1"),
+        (),
+    ),
+    "stages of several depths": (
+        nn.ModuleDict({"stages": nn.ModuleList([Stage(nn.ModuleList, 2), Stage(nn.ModuleList, 3)])}),
+        None,
+        ("stages.0.layers.0", "stages.0.layers.1")
+        + ("stages.1.layers.0", "stages.1.layers.1", "stages.1.layers.2"),
+        (),
+    ),
+    "experts among dense blocks": (
+        nn.ModuleDict({"layers": nn.ModuleList([Block(), Experts(), Experts()])}),
+        None,
+        ("layers.0", "layers.1", "layers.2"),
+        (),
+    ),
     "one linear": (nn.Linear(3, 3), None, (), ()),
     "one block": (nn.Sequential(nn.Linear(3, 3)), None, (), ()),
     "the same block twice": (nn.ModuleDict({"blocks": _repeated(Block(), 2)}), None, (), ()),

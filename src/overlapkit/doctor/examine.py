@@ -16,12 +16,12 @@ from overlapkit.doctor.line import Line, merged
 from overlapkit.doctor.link.group import group
 from overlapkit.doctor.link.judge import judge
 from overlapkit.doctor.link.local import measure_locally
-from overlapkit.doctor.link.measure import Figures, measure
+from overlapkit.doctor.link.measure import Figures, measure, quorum_of
 from overlapkit.doctor.link.measures import Measures, Plan, Wire
 from overlapkit.doctor.machine import Machine, Unreadable
 from overlapkit.doctor.subject import Place, Subject, Torch
 from overlapkit.doctor.watch import Watch
-from overlapkit.quorum import Quorum, RankFailed
+from overlapkit.quorum import RankFailed
 
 Progress = Callable[[int, int, str], None]
 
@@ -82,7 +82,7 @@ def examine(
         )
     watch = Watch(subject.machine)
     figures: storage.Figures = {}
-    checks = tools.checks(_checks(folders, tools.trials, figures, watch, seconds, workers))
+    checks = tools.checks(all_checks(folders, tools.trials, figures, watch, seconds, workers))
     lines = _own_lines(subject, checks, progress)
     if place.world > 1:
         return _among_ranks(subject, lines, figures, link, timeout, tools, progress)
@@ -112,7 +112,7 @@ def this_process() -> Subject:
     return Subject(machine, Torch.imported(), Place.launched(machine.environ), gpus)
 
 
-def _checks(
+def all_checks(
     folders: storage.Folders,
     trials: storage.Trials,
     figures: storage.Figures,
@@ -181,7 +181,7 @@ def _among_ranks(
             lines += _links(subject, all_ranks, timeout, tools, progress, found, lines, hosts)
         elif link:
             lines.append(_no_links(f"{there} of {place.world} ranks are there"))
-        all_ranks.leave()
+        all_ranks.leave([rank for rank, one in enumerate(reports) if one is not None])
     except Unreadable as error:
         alone = str(error)
         lines.append(job.JOB.weak("ranks", alone, "the job cannot start", _LOOK_AT_0))
@@ -215,7 +215,7 @@ def _links(
     """The tree on rank 0; what failed on every rank."""
     try:
         with group(subject.place, all_ranks.store, timeout) as device:
-            quorum = Quorum("doctor", timeout)
+            quorum = quorum_of(subject.place.rank, timeout)
             figures: Figures = measure(
                 quorum, tools.wire(device, timeout), tools.plan(device == "cuda"), progress
             )
@@ -248,5 +248,5 @@ def _check_numbers(workers: int | None, ranks: int | None, seconds: float, timeo
         raise ValueError(f"ranks={ranks}: a link has two ends; give 2 or more")
     if not 0 <= seconds <= 600:
         raise ValueError(f"seconds={seconds}: give 0 to 600")
-    if not 1 <= timeout <= 86400:
-        raise ValueError(f"timeout={timeout}: give 1 to 86400 seconds")
+    if not 0 < timeout <= 86400:
+        raise ValueError(f"timeout={timeout}: give seconds above 0, at most 86400")

@@ -6,7 +6,9 @@ No collectives, and no process group: a rank may be missing, or its network brok
 import contextlib
 import itertools
 import json
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -53,12 +55,15 @@ class Job:
                 "start the job with torchrun"
             )
         by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent serves it
+        serves = place.rank == 0 and not by_agent
+        if not serves:
+            _knock(where, int(port), timeout)
         try:
             store = TCPStore(
                 where,
                 int(port),
                 world_size=place.world,
-                is_master=place.rank == 0 and not by_agent,
+                is_master=serves,
                 timeout=timedelta(seconds=timeout),
                 wait_for_workers=False,
             )
@@ -108,17 +113,33 @@ class Job:
             why = _short(error)
         raise Unreadable(f"rank 0 is absent: {why}")
 
-    def leave(self, patience: float = 10.0) -> None:
-        """The last call: rank 0, which may serve the store, goes when all others have been told."""
+    def leave(self, there: Sequence[int]) -> None:
+        """The last call: rank 0, which may serve the store, goes when all others have been told.
+
+        Args:
+            there: On rank 0, the ranks that are not absent.
+        """
         with contextlib.suppress(RuntimeError):
             if self.place.rank:
                 self.store.set(self._key("left", self.place.rank), "")
-                return
-            others = [self._key("left", rank) for rank in range(1, self.place.world)]
-            await_keys(self.store, others, min(patience, self.timeout), lambda: not others)
+            elif others := [self._key("left", rank) for rank in there if rank]:
+                await_keys(self.store, others, min(10.0, self.timeout))
 
     def _key(self, key: str, rank: int) -> str:
         return f"{self._prefix}/{key}/{rank}"
+
+
+def _knock(where: str, port: int, timeout: float) -> None:
+    """Wait until somebody listens there: a store that finds nobody writes pages to stderr."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((where, port), timeout=timeout).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise Unreadable(f"rank 0's store at {where}:{port} does not answer: {error}") from None
+        time.sleep(0.1)
 
 
 def _short(error: BaseException) -> str:

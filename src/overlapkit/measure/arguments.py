@@ -1,5 +1,6 @@
 """What StepMeter accepts: a mistake is one error at construction, before any step has run."""
 
+import math
 from collections.abc import Iterable, Sequence
 from os import PathLike
 
@@ -32,26 +33,31 @@ def check_parts(model: object, optimizer: object, loader: object, checkpointer: 
         )
 
 
-def check_options(every: int, history: int, hang_timeout: float | None) -> None:
-    """Each option is in range and available.
+def check_options(every: int, history: int, hang_timeout: object, on_hang: object) -> None:
+    """Each option is in range.
 
     Raises:
         TypeError: An option is of the wrong type.
-        ValueError: A number is out of range.
-        NotImplementedError: An option is not available yet.
+        ValueError: A number or name is out of range.
     """
     check_count("every", every)
     check_count("history", history)
     if hang_timeout is not None:
-        raise NotImplementedError(f"hang_timeout={hang_timeout!r}: not available yet, leave it None")
+        if isinstance(hang_timeout, bool) or not isinstance(hang_timeout, int | float):
+            raise TypeError(f"hang_timeout={hang_timeout!r}: give seconds, such as 300, or None")
+        if not (math.isfinite(hang_timeout) and hang_timeout > 0):
+            raise ValueError(f"hang_timeout={hang_timeout}: give seconds above 0, such as 300, or None")
+    if not callable(on_hang) and on_hang not in ("exit", "wait"):
+        raise ValueError(f"on_hang={on_hang!r}: give 'exit', 'wait', or a callable that takes a HangReport")
+    if hang_timeout is None and on_hang != "exit":
+        raise ValueError(f"on_hang={on_hang!r} without hang_timeout: set hang_timeout=300, say")
 
 
 def check_live(on_report: object, on_log: object, progress: object) -> None:
     """What is told while training goes on.
 
     Raises:
-        TypeError: A listener is no callable, or `progress` neither a bool nor an int.
-        ValueError: `progress` is an int below 1.
+        TypeError: A listener is no callable, or `progress` neither a bool nor a ProgressLine.
     """
     for name, given, taking in (
         ("on_report", on_report, "a StepReport"),
@@ -59,8 +65,8 @@ def check_live(on_report: object, on_log: object, progress: object) -> None:
     ):
         if not isinstance(given, Sequence) or not all(callable(tell) for tell in given):
             raise TypeError(f"{name}={given!r}: give a list of callables, each taking {taking}")
-    if not isinstance(progress, bool):
-        check_count("progress", progress, "give a bool, or how many steps there will be")
+    if not isinstance(progress, bool) and not hasattr(progress, "step"):
+        raise TypeError(f"progress={progress!r}: give a bool or an overlapkit.measure.ProgressLine")
 
 
 def check_tracing(trace_every: int | None, trace_folder: object) -> None:
@@ -80,16 +86,18 @@ def check_tracing(trace_every: int | None, trace_folder: object) -> None:
         raise ValueError(f"trace_folder={str(trace_folder)!r} without trace_every: set trace_every=1000, say")
 
 
-def check_count(name: str, value: object, remedy: str = "give an int of at least 1") -> None:
-    """It is a number of things, at least one.
+def check_count(
+    name: str, value: object, remedy: str = "give an int of at least 1", *, least: int = 1
+) -> None:
+    """It is a number of things, at least `least`.
 
     Raises:
         TypeError: It is no int, or a bool.
-        ValueError: It is below 1.
+        ValueError: It is below `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r}: {remedy}")
-    if value < 1:
+    if value < least:
         raise ValueError(f"{name}={value}: {remedy}")
 
 

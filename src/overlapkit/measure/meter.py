@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from overlapkit.device import rank_and_world
 from overlapkit.measure.across.companion import Across
+from overlapkit.measure.across.watch import OnHang
 from overlapkit.measure.arguments import (
     check_count,
     check_live,
@@ -30,7 +31,7 @@ from overlapkit.measure.live import Live
 from overlapkit.measure.logged import Tell
 from overlapkit.measure.memory import PeakWatch, looks_closely
 from overlapkit.measure.phases import Phases
-from overlapkit.measure.progress import progress_line
+from overlapkit.measure.progress import ProgressLine, progress_line
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
 from overlapkit.measure.sources import Coverage
@@ -71,16 +72,18 @@ class StepMeter:
         trace_every: Trace the last of each so many steps with torch.profiler, read the trace in the
             background, and let `report()` tell what it shows. A traced step is not measured.
         trace_folder: Keep traces there, as rank-R-step-N.json.gz.
-        hang_timeout: Not available yet.
+        hang_timeout: Seconds without progress of any rank after which the job hangs (docs/meter.md): more
+            than anything takes that is not in `pause()`. None watches nothing.
+        on_hang: What to do then, once it is said on stderr who is missing: "exit" ends this process with
+            `HANG_EXIT_CODE` (87), "wait" goes on waiting, and a callable is given a HangReport, then waits.
         on_report: Callables, given a StepReport after each 100 measured steps.
         on_log: Callables, given a step's number and the values that `log()` was given in it, once these
             have arrived. What a callable raises is warned of once, and training goes on.
-        progress: Show a progress line on rank 0; an int says how many steps there will be.
+        progress: Show a progress line on rank 0; a ProgressLine has options of its own.
 
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: A number is out of range, or `model` has no parameters.
-        NotImplementedError: `hang_timeout` is set.
         RuntimeError: WORLD_SIZE is set but there is no process group.
     """
 
@@ -96,12 +99,13 @@ class StepMeter:
         trace_every: int | None = None,
         trace_folder: str | PathLike[str] | None = None,
         hang_timeout: float | None = None,
+        on_hang: OnHang = "exit",
         on_report: Sequence[Callable[[StepReport], object]] = (),
         on_log: Sequence[Tell] = (),
-        progress: bool | int = False,
+        progress: bool | ProgressLine = False,
     ) -> None:
         check_parts(model, optimizer, loader, checkpointer)
-        check_options(every, history, hang_timeout)
+        check_options(every, history, hang_timeout, on_hang)
         check_live(on_report, on_log, progress)
         check_tracing(trace_every, trace_folder)
         self._rank, world = rank_and_world()
@@ -110,7 +114,7 @@ class StepMeter:
         self._model = model
         self._optimizer = optimizer
         self._every = every
-        self._live = Live(on_report, on_log, progress_line(progress, self._rank, world))
+        self._live = Live(on_report, on_log, progress_line(progress, self._rank))
         self._clock: Clock | None = None
         self._peaks: PeakWatch | None = None
         self._inside = threading.Lock()  # held inside a step
@@ -118,7 +122,7 @@ class StepMeter:
         self._recorded = 0
         self._closed = False
         self._phases = Phases(model, optimizer, self._look)
-        self._across = Across(self._ledger, every)
+        self._across = Across(self._ledger, self._phases, every, hang_timeout, on_hang)
         self._companions: list[Companion] = [self._across]  # first in, first told
         self._tracer: StepTracer | None = None
         if trace_every is not None:

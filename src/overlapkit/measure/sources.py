@@ -49,13 +49,22 @@ class Tap:
     def take(self) -> list[Span]:
         """The spans finished since the last call."""
         with self._lock:
-            spans = self._component.timings()  # type: ignore[attr-defined]
-            if spans:
-                for reader in self._readers:
-                    reader._queue.extend(spans)
+            self._pull()
             mine = list(self._queue)
             self._queue.clear()
         return mine
+
+    def peek(self) -> list[Span]:
+        """The spans finished since anybody's last call; they stay for those that take."""
+        with self._lock:
+            return self._pull()
+
+    def _pull(self) -> list[Span]:
+        spans: list[Span] = self._component.timings()  # type: ignore[attr-defined]
+        if spans:
+            for reader in self._readers:
+                reader._queue.extend(spans)
+        return spans
 
     def close(self) -> None:
         """Leave what comes to the others."""

@@ -32,6 +32,11 @@ class Timeline:
         """The phase that is on."""
         return self._turns[-1].kind
 
+    @property
+    def turns(self) -> int:
+        """How many phases there have been."""
+        return len(self._turns)
+
     def turn(self, kind: str) -> Turn:
         """Begin a phase now; nothing happens where it is on already."""
         last = self._turns[-1]

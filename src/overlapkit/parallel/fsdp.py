@@ -1,5 +1,6 @@
 """`shard`: FSDP2 with units found by structure, explicit prefetch, and spans of every collective."""
 
+import hashlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,11 +10,14 @@ import torch.nn as nn
 
 from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
+from overlapkit.parallel.merging import MIN_UNIT_MB
+from overlapkit.parallel.meshes import must_agree
 from overlapkit.parallel.offload import resolve_offload
 from overlapkit.parallel.preconditions import check_holders
 from overlapkit.parallel.schedule import Schedule, first
 from overlapkit.parallel.shard_plan import ShardPlan, fill
 from overlapkit.parallel.sharding import Sharding
+from overlapkit.parallel.thawing import train_later
 from overlapkit.parallel.units import Unit
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ def shard(
     compile_blocks: bool | Mapping[str, Any] = False,
     offload: "bool | OffloadPolicy" = False,
     ignored: Iterable[Any] = (),
+    min_unit_mb: float = MIN_UNIT_MB,
+    reduce_unused: bool | None = None,
     unshard_early: bool = False,
     reduce_scatter_buffers: int | None = None,
     separate_reduce_scatter: bool = False,
@@ -64,7 +70,9 @@ def shard(
     are kept from an earlier backward (not set to None) each reduce-scatter is waited for. docs/parallel.md.
 
     Args:
-        model: A module with parameters, on a real device, not wrapped or compiled.
+        model: A module with parameters, not wrapped or compiled. It may be on the meta device, whole or in
+            part: then `materialize` or `load_pretrained` gives it memory and values afterwards. Its modules
+            may be tensor-parallel (`parallelize_module` over another dimension of the same mesh).
         mesh: 1-D, or 2-D with names (HSDP: copies along the first dimension, shards along the second).
             None for all ranks of the default process group.
         units: "auto": each repeated block; the largest embedding, where the model has an untied output
@@ -86,6 +94,12 @@ def shard(
             mesh is on a GPU, or an OffloadPolicy. Clipping then needs a process group with a CPU backend.
         ignored: Parameters, modules or names of either that stay as they are: not sharded, moved, or
             reduced.
+        min_unit_mb: With units="auto", neighbouring blocks of one list share a unit until it gathers so many
+            MiB (but not more than an eighth of all blocks); 0 leaves each block alone. `merging.MIN_UNIT_MB`
+            says why 8.
+        reduce_unused: True: a trainable parameter to which backward gave no gradient on this rank is reduced
+            as zero. False: it is left out, and where ranks differ in what they used, they hang, or add up
+            gradients of different parameters (pytorch#158719). None: True from torch 2.13 on, which can.
         unshard_early: Gather what forward needs first (the root unit, or the first where the root has no
             parameters) as soon as an optimizer that has some of it returns from `step`. Worth it where
             the loop does something else before the next forward. Costs one small all-reduce a step, with
@@ -105,8 +119,6 @@ def shard(
         ValueError: An argument's value or the model's state forbids it; the message says what to do.
         RuntimeError: WORLD_SIZE is set above 1 and there is no process group, or this torch is too old for
             an option.
-        NotImplementedError: An option that is not there yet is set, or the model is on the meta device
-            or tensor-parallel.
     """
     policy = fill(plan, recompute=(recompute, None))["recompute"]
     recomputing.parse_policy(policy)
@@ -123,6 +135,8 @@ def shard(
         backward_prefetch=backward_prefetch,
         reshard=reshard,
         ignored=ignored,
+        min_unit_mb=min_unit_mb,
+        reduce_unused=reduce_unused,
     )
     schedule.check(sharding.mesh)
     offload_policy = resolve_offload(offload, sharding.mesh)
@@ -135,6 +149,13 @@ def shard(
     if sharding.mesh is not None and hasattr(model, "timings"):
         raise ValueError("model has an attribute 'timings' already: rename it, shard puts its own there")
     description = sharding.description()
+    if sharding.mesh is not None:
+        must_agree(
+            sharding.mesh,
+            hashlib.sha256(repr(description).encode()).hexdigest(),
+            "what shard is to do",
+            "give it the same model, options and plan on every rank",
+        )
     recomputing.recompute(model, policy)
     compiling.compile_blocks(model, compile_blocks)
     if sharding.mesh is None:
@@ -157,6 +178,8 @@ def describe(
     backward_prefetch: int = 1,
     reshard: bool | int | str = "auto",
     ignored: Iterable[Any] = (),
+    min_unit_mb: float = MIN_UNIT_MB,
+    ranks: int | tuple[int, int] | None = None,
 ) -> Description:
     """Say what `shard` would do with the same arguments; changes nothing and needs no process group.
 
@@ -172,10 +195,14 @@ def describe(
         backward_prefetch: As for `shard`.
         reshard: As for `shard`.
         ignored: As for `shard`.
+        min_unit_mb: As for `shard`.
+        ranks: Plan for so many ranks, or for (copies, shards) of a 2-D mesh, without a process group.
 
     Raises:
         TypeError: As `shard` does; so are ValueError, RuntimeError and NotImplementedError.
     """
+    if mesh is not None and ranks is not None:
+        raise ValueError(f"mesh and ranks={ranks!r} are both given: leave one out")
     if isinstance(model, nn.Module) and model in _done:
         return _done[model]
     return Sharding.of(
@@ -189,6 +216,8 @@ def describe(
         backward_prefetch=backward_prefetch,
         reshard=reshard,
         ignored=ignored,
+        min_unit_mb=min_unit_mb,
+        ranks=ranks,
     ).description()
 
 
@@ -207,6 +236,12 @@ def _apply(sharding: Sharding, schedule: Schedule, offload: "OffloadPolicy | Non
         )
         if unit.reshard and not unit.regathers:
             first(unit).set_unshard_in_backward(False)
+    if sharding.reduce_unused is not False:
+        root: Any = sharding.model
+        if hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.13
+            root.set_reduce_scatter_unused_params(True)
+    if sharding.policy and sharding.policy.param_dtype:
+        train_later(sharding.model, sharding.units)
     schedule.apply(sharding)
 
 

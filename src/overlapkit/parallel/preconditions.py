@@ -9,20 +9,22 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+from overlapkit.parallel.tensor_parallel import is_split
+
 
 def check_model(model: Any, function: str) -> None:
     """Refuse what cannot be sharded or replicated.
 
     Raises:
         TypeError: `model` is no nn.Module.
-        ValueError: It has no parameters, or is sharded, replicated or compiled already.
-        NotImplementedError: Its parameters are on the meta device or tensor-parallel.
+        ValueError: It has no parameters, or is sharded, replicated or compiled already; for `replicate` also
+            where parameters are on the meta device or split over ranks.
     """
     check_order(model, function)
     if next(model.parameters(), None) is None:
         raise ValueError("model has no parameters: there is nothing to communicate; leave this call out")
     for name, parameter in model.named_parameters():
-        _check_parameter(name, parameter)
+        _check_parameter(name, parameter, whole=function == "replicate")
 
 
 def check_order(model: Any, function: str) -> None:
@@ -90,16 +92,16 @@ def _holders(parameters: set[int]) -> Iterator[Any]:
             yield each
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, whole: bool) -> None:
     if torch.nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter {name} has no shape yet: run the lazy modules once before this call")
-    if parameter.is_meta:
-        raise NotImplementedError(
-            f"parameter {name} is on the meta device: initialising there is not there yet in this version; "
-            "build the model on a real device"
+    if whole and parameter.is_meta:
+        raise ValueError(
+            f"parameter {name} is on the meta device: replicate copies whole models; call "
+            "parallel.materialize(model) first"
         )
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is not None and isinstance(parameter, tensor.DTensor):
-        raise NotImplementedError(
-            f"parameter {name} is a DTensor: tensor-parallel models are not there yet in this version"
+    if whole and is_split(parameter):
+        raise ValueError(
+            f"parameter {name} is a DTensor: replicate copies whole models, and this one is sharded or "
+            "tensor-parallel; use shard(model, mesh['dp'])"
         )

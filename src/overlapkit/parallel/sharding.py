@@ -1,5 +1,6 @@
 """The arguments of `shard`, checked and resolved before anything is changed."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -7,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
-from overlapkit.device import has_process_group, rank_and_world
 from overlapkit.parallel.description import Description, describe_units
+from overlapkit.parallel.merging import MIN_UNIT_MB
+from overlapkit.parallel.meshes import count_ranks, resolve_mesh
 from overlapkit.parallel.preconditions import check_model
 from overlapkit.parallel.shard_plan import check_names, fill
 from overlapkit.parallel.structure import can_forward
-from overlapkit.parallel.units import Unit, find_ignored, resolve_units
+from overlapkit.parallel.tensor_parallel import local_part
+from overlapkit.parallel.units import Unit, find_ignored, prefetch_order, resolve_units
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +34,9 @@ class Sharding:
         policy: Dtypes, or None for the parameters' own.
         forward_prefetch: Depth.
         backward_prefetch: Depth.
+        copies: How many copies of each shard there are: 1, but with a 2-D mesh.
+        shards: How many ranks share each parameter.
+        reduce_unused: Whether a parameter without a gradient is reduced as zero; None for where torch can.
         freed_after_inference: Units that forward leaves gathered, whole or among fewer ranks, for a backward
             that a forward without gradients does not have.
     """
@@ -42,6 +48,9 @@ class Sharding:
     policy: "MixedPrecisionPolicy | None"
     forward_prefetch: int
     backward_prefetch: int
+    copies: int
+    shards: int
+    reduce_unused: bool | None
     freed_after_inference: list[Unit]
 
     @classmethod
@@ -58,6 +67,9 @@ class Sharding:
         backward_prefetch: Any,
         reshard: Any,
         ignored: Iterable[Any],
+        min_unit_mb: Any,
+        reduce_unused: Any = None,
+        ranks: Any = None,
     ) -> "Sharding":
         """Check the arguments that the user gave to `function`, together and in full."""
         chosen = fill(
@@ -78,21 +90,36 @@ class Sharding:
             if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
                 raise ValueError(f"{argument}={depth!r}: give the number of units to gather ahead, 0 or more")
         left_alone = find_ignored(model, ignored)
-        mesh = _mesh(model, mesh, left_alone)
+        _check_reduce_unused(reduce_unused)
+        _check_min_unit_mb(min_unit_mb, chosen["units"])
+        policy = _policy(mp_policy)
+        mesh = resolve_mesh(model, mesh, left_alone) if ranks is None else None
+        copies, shards = count_ranks(ranks, mesh)
         _check_reshard_kind(chosen["reshard"])
         check_names(plan, model)
-        resolved = resolve_units(model, chosen["units"], chosen["reshard"], left_alone)
+        resolved = resolve_units(
+            model,
+            chosen["units"],
+            chosen["reshard"],
+            left_alone,
+            min_unit_mb,
+            policy.param_dtype if policy else None,
+        )
         for unit in resolved:
-            _check_reshard(unit, mesh, "reshard" if plan is None else "plan")
+            if mesh is not None or ranks is not None:
+                _check_reshard(unit, shards, "plan: " if isinstance(chosen["reshard"], tuple) else "")
             _check_unit(unit)
         return cls(
             model,
             mesh,
             resolved,
             left_alone,
-            _policy(mp_policy),
+            policy,
             chosen["forward_prefetch"],
             chosen["backward_prefetch"],
+            copies,
+            shards,
+            reduce_unused,
             [] if reshard is False else [unit for unit in resolved if unit.reshard is not True],
         )
 
@@ -100,10 +127,8 @@ class Sharding:
         """The table of what will happen."""
         param_dtype = self.policy.param_dtype if self.policy else None
         reduce_dtype = self.policy.reduce_dtype if self.policy else None
-        ranks = self.mesh.size(-1) if self.mesh is not None else 1
-        return describe_units(
-            self.units, self.forward_prefetch, self.backward_prefetch, ranks, param_dtype, reduce_dtype
-        )
+        order = prefetch_order(self.units, self.forward_prefetch, self.backward_prefetch)
+        return describe_units(self.units, order, self.copies, self.shards, param_dtype, reduce_dtype)
 
 
 def _policy(mp_policy: Any) -> "MixedPrecisionPolicy | None":
@@ -121,63 +146,44 @@ def _policy(mp_policy: Any) -> "MixedPrecisionPolicy | None":
     )
 
 
-def _mesh(model: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> "DeviceMesh | None":
-    """The mesh to use; None where this process has no group and needs none.
-
-    Raises:
-        RuntimeError: WORLD_SIZE is set above 1 and there is no process group.
-    """
-    rank_and_world()
-    if mesh is None and not has_process_group():
-        return None
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if mesh is None:
-        nccl = "nccl" in torch.distributed.get_backend_config()
-        device_type = "cuda" if "cuda" in devices or (nccl and torch.cuda.is_available()) else "cpu"
-        mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh={mesh!r}: give a torch DeviceMesh (init_device_mesh makes one), or None")
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"mesh has {mesh.ndim} dimensions: give one (FSDP) or two (HSDP: copies, then shards); "
-            "take a part of a larger mesh by its names, as in mesh['replicate', 'shard']"
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError(
-            "mesh has two dimensions without names: "
-            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
-        )
-    if mesh.device_type == "cpu" and devices != {"cpu"}:
-        raise ValueError(
-            f"mesh is on 'cpu' and the parameters on {sorted(devices)}: make the mesh with "
-            "init_device_mesh('cuda', ...), or move the model to the CPU first"
-        )
-    stray = [p for p in ignored if p.device.type != mesh.device_type]
-    if stray:
-        raise ValueError(
-            f"ignored: a parameter of shape {tuple(stray[0].shape)} is on '{stray[0].device}' and the mesh "
-            f"on '{mesh.device_type}'; ignored parameters are not moved: move them first"
-        )
-    return mesh
-
-
 def _check_reshard_kind(reshard: Any) -> None:
     if reshard != "auto" and not isinstance(reshard, (int, tuple)):
         raise ValueError(f"reshard={reshard!r}: give 'auto', True, False, or a number of ranks")
 
 
-def _check_reshard(unit: Unit, mesh: "DeviceMesh | None", source: str) -> None:
-    if isinstance(unit.reshard, bool) or mesh is None:
+def _check_reshard(unit: Unit, shards: int, source: str) -> None:
+    if isinstance(unit.reshard, bool):
         return
-    shards = mesh.size(-1)
     if not 1 < unit.reshard < shards or shards % unit.reshard:
-        where = f"plan: unit {unit.name}: " if source == "plan" else ""
+        where = f"{source}unit {unit.name}: " if source else ""
         raise ValueError(
             f"{where}reshard={unit.reshard}: a number of ranks must divide the {shards} ranks that share a "
             "parameter, and be neither 1 (that is False) nor all of them (that is True)"
         )
+
+
+def _check_min_unit_mb(min_unit_mb: Any, units: Any) -> None:
+    number = isinstance(min_unit_mb, (int, float)) and not isinstance(min_unit_mb, bool)
+    if not (number and math.isfinite(min_unit_mb) and min_unit_mb >= 0):
+        raise ValueError(f"min_unit_mb={min_unit_mb!r}: give MiB, 0 or more; 0 leaves every block alone")
+    if min_unit_mb != MIN_UNIT_MB and not isinstance(units, str):
+        raise ValueError(
+            f"min_unit_mb={min_unit_mb!r} merges the units that are found by structure, and here they are "
+            "listed: leave it out, or put the modules that belong together into one entry of the list"
+        )
+
+
+def _check_reduce_unused(reduce_unused: Any) -> None:
+    if not (reduce_unused is None or isinstance(reduce_unused, bool)):
+        raise ValueError(f"reduce_unused={reduce_unused!r}: give True, False, or None for the usual rule")
+    if reduce_unused:
+        from torch.distributed.fsdp import FSDPModule
+
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ValueError(
+                f"reduce_unused=True needs torch 2.13, this is {torch.__version__}: update, or have every "
+                "rank use every parameter in each step"
+            )
 
 
 def _check_unit(unit: Unit) -> None:
@@ -186,7 +192,7 @@ def _check_unit(unit: Unit) -> None:
     for name, parameter in unit.parameters.items():
         if parameter.ndim == 0:
             raise ValueError(f"parameter {name} is a scalar and cannot be sharded: give it shape (1,)")
-        if not parameter.is_contiguous():
+        if not local_part(parameter).is_contiguous():
             raise ValueError(
                 f"parameter {name} is not contiguous (strides {parameter.stride()}): "
                 "replace it by its .contiguous()"

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn as nn
 
-from overlapkit.parallel.structure import can_forward, find_structure
+from overlapkit.parallel.merging import merge_small
+from overlapkit.parallel.structure import Structure, can_forward, find_structure
 
 ROOT = "(root)"
 
@@ -39,33 +41,46 @@ Reshard = bool | int | str | tuple[bool | int, ...]
 """The `reshard` argument of `shard`; or one value for each listed unit, as a plan has them."""
 
 
-def resolve_units(model: nn.Module, units: Any, reshard: Reshard, ignored: set[nn.Parameter]) -> list[Unit]:
+def resolve_units(
+    model: nn.Module,
+    units: Any,
+    reshard: Reshard,
+    ignored: set[nn.Parameter],
+    min_unit_mb: float = 0.0,
+    param_dtype: torch.dtype | None = None,
+) -> list[Unit]:
     """Turn the `units` and `reshard` arguments of `shard` into units, in forward order, the root last.
+
+    Args:
+        model: The root module.
+        units: As `shard` has it.
+        reshard: As `shard` has it, or a value for each listed unit.
+        ignored: Parameters of no unit.
+        min_unit_mb: With "auto", MiB below which neighbouring blocks share a unit.
+        param_dtype: Dtype in which parameters are gathered; None for their own.
 
     Raises:
         ValueError: A name or module is not part of the model, or cannot be a unit of its own.
         TypeError: `units` is neither "auto" nor a sequence of modules and names.
     """
-    auto = isinstance(units, str)
-    if auto and units != "auto":
+    if isinstance(units, str) and units != "auto":
         raise ValueError(f"units={units!r}: give 'auto', or a list of modules or of their names")
-    groups, kept, embedding = _auto_groups(model)
-    groups = groups if auto else _listed_groups(model, units)
-    owned, shared = _own_parameters(model, groups, ignored)
-    if auto:
-        # The root is gathered all through forward: there, a weight with two users is always right.
-        groups = [group for place, group in enumerate(groups) if place not in shared and owned[place]]
+    found = find_structure(model)
+    if isinstance(units, str):
+        groups = _auto_groups(model, found, ignored, min_unit_mb, param_dtype)
         owned, _ = _own_parameters(model, groups, ignored)
     else:
+        groups = _listed_groups(model, units)
+        owned, shared = _own_parameters(model, groups, ignored)
         _refuse_bad_groups(model, groups, owned, shared)
     resolved = []
     for place, (group, parameters) in enumerate(zip(groups, owned, strict=False)):  # the root's come last
         if isinstance(reshard, tuple):
             reshards = reshard[place]
         else:
-            reshards = group not in kept if isinstance(reshard, str) else reshard
+            reshards = group != found.head if isinstance(reshard, str) else reshard
         modules = tuple(model.get_submodule(name) for name in group)
-        needless = group == embedding and _backward_needs_no_weight(modules[0])
+        needless = group == (found.embedding,) and _backward_needs_no_weight(modules[0])
         resolved.append(Unit(group, modules, parameters, reshards, bool(reshards) and not needless))
     at_root = reshard if isinstance(reshard, int) else False
     return [*resolved, Unit((), (model,), owned[-1], at_root, bool(at_root))]
@@ -115,15 +130,27 @@ def find_ignored(model: nn.Module, ignored: Iterable[Any]) -> set[nn.Parameter]:
 _Group = tuple[str, ...]
 
 
-def _auto_groups(model: nn.Module) -> tuple[list[_Group], set[_Group], _Group | None]:
-    """Groups of module names, those of them that are not resharded, and the one of the embedding."""
-    found = find_structure(model)
-    embedding = (found.embedding,) if found.embedding is not None else None
-    groups: list[_Group] = [embedding] if embedding else []
-    groups += [(name,) for name in found.blocks]
-    if found.head:
-        groups.append(found.head)  # needed again as soon as backward begins: freeing it gains nothing
-    return groups, {found.head}, embedding
+def _auto_groups(
+    model: nn.Module,
+    found: Structure,
+    ignored: set[nn.Parameter],
+    min_unit_mb: float,
+    param_dtype: torch.dtype | None,
+) -> list[_Group]:
+    """Groups of module names: embedding, blocks, head, in so far as they have parameters of their own.
+
+    A weight that two of them use is left to the root, with all of both: it is gathered all through forward.
+    The head is needed again as soon as backward begins, so that freeing it in between would gain nothing.
+    """
+    embedding = (found.embedding,) if found.embedding is not None else ()
+    groups = [group for group in (embedding, *((name,) for name in found.blocks), found.head) if group]
+    owned, shared = _own_parameters(model, groups, ignored)
+    alone = {
+        group: owned[place] for place, group in enumerate(groups) if owned[place] and place not in shared
+    }
+    blocks = [(name, alone[name,]) if (name,) in alone else None for name in found.blocks]
+    merged = merge_small(blocks, min_unit_mb, param_dtype)
+    return [group for group in (embedding, *merged, found.head) if group in alone or group in merged]
 
 
 def _listed_groups(model: nn.Module, units: Any) -> list[_Group]:

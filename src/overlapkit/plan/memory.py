@@ -52,7 +52,7 @@ def memory_of(job: Job, plan: ShardPlan, *, optimizer_bytes: int = 8, replicated
     ahead = max(plan.forward_prefetch or 0, plan.backward_prefetch or 0) + 1
     moving = sorted((one.gather_bytes for one in work if one.regathers), reverse=True)[: ahead + 1]
     gathered = sum(one.gather_bytes for one in work if not one.regathers) + sum(moving)
-    flying = 1 + (job.rules.buffers or 1)
+    flying = 1 + (job.schedule.buffers or 1)
     reduced = sum(sorted((one.reduce_bytes for one in work), reverse=True)[:flying])
     return Memory(state, gathered, reduced, kept)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from overlapkit.parallel import exchange
 from overlapkit.plan.arguments import check_amount, check_ranks
 from overlapkit.plan.links import OPS, LinkTable
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 SIZES = tuple(4**power for power in range(6, 14))
 """Bytes: 4 KiB to 64 MiB."""
+
+_TAG = 0xFFFF  # far from those of a sharded model's units
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -29,6 +32,8 @@ def probe_link(
     seconds: float = 20.0,
 ) -> LinkTable:
     """Time all-gather, reduce-scatter and all-reduce. Every rank of the mesh calls it; all get one table.
+
+    They are those that `shard` and `replicate` use on this device.
 
     Each size is run once to warm up and `repeats` times, with float32 data; a rank's figure is the median and
     the table's the slowest rank's. After the two smallest sizes, larger ones are left out once `seconds` have
@@ -94,11 +99,16 @@ class _Probe:
         return LinkTable(self._ranks, table, f"measured between {self._ranks} ranks")
 
     def _collectives(self, whole: torch.Tensor, part: torch.Tensor) -> dict[str, Callable[[], Any]]:
-        return {
-            "all_gather": lambda: _gather(whole, part, group=self._group),
-            "reduce_scatter": lambda: _scatter(part, whole, group=self._group),
-            "all_reduce": lambda: dist.all_reduce(whole, group=self._group),
+        group = self._group
+        collectives: dict[str, Callable[[], Any]] = {
+            "all_gather": lambda: _gather(whole, part, group=group),
+            "reduce_scatter": lambda: _scatter(part, whole, group=group),
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
         }
+        if self._device.type == "cpu" and exchange.direct(group):  # what `shard` does there
+            collectives["all_gather"] = lambda: exchange.gather(whole, part, group, _TAG)()
+            collectives["reduce_scatter"] = lambda: exchange.reduce(part, whole, group, _TAG, average=True)()
+        return collectives
 
     def _time(self, collective: Callable[[], Any]) -> float:
         times = []

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from statistics import NormalDist
 
+from overlapkit.parallel.merging import MIN_UNIT_MB, filled, least_bytes
 from overlapkit.parallel.shard_plan import ShardPlan
 from overlapkit.parallel.units import ROOT
 from overlapkit.plan.arguments import check_amount, check_ranks
 from overlapkit.plan.costs import Profile, UnitProfile
 from overlapkit.plan.links import Link
-from overlapkit.plan.step import Rules, Work
+from overlapkit.plan.step import Rules, Work, rules_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Job:
         reduce_bytes: Bytes an element in a reduction.
         spread: Standard deviation of the ranks' compute times, of their mean: the slowest sets the pace.
         optimizer_s: Seconds of the optimizer's step for all parameters; each rank steps its share.
-        rules: What is fixed in the schedule beside the prefetch depths; see Rules.
+        rules: What is fixed in the schedule beside the prefetch depths; None for what `shard` does on the
+            profile's device.
 
     Raises:
         TypeError: A figure is no number.
@@ -41,7 +44,7 @@ class Job:
     reduce_bytes: int = 4
     spread: float = 0.0
     optimizer_s: float = 0.0
-    rules: Rules = Rules()
+    rules: Rules | None = None
 
     def __post_init__(self) -> None:
         check_ranks("world", self.world)
@@ -56,6 +59,11 @@ class Job:
                     f"world={self.world}, shards={self.shards}: a mesh of copies by shards takes a world "
                     f"that is a multiple of the shards, such as {-(-self.world // self.shards) * self.shards}"
                 )
+
+    @property
+    def schedule(self) -> Rules:
+        """`rules`, or those of the device."""
+        return self.rules or rules_of(self.profile.device)
 
     @property
     def sharing(self) -> int:
@@ -81,17 +89,15 @@ def slowest(ranks: int) -> float:
     return 0.0 if ranks == 1 else NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def grouped(profile: Profile, plan: ShardPlan) -> list[list[UnitProfile]]:
-    """The profile's units, put together as the plan has them; the root's last, with all that the plan leaves.
+def grouped(job: Job, plan: ShardPlan) -> list[list[UnitProfile]]:
+    """The profile's units, put together as the plan or else `shard` has them; the root's come last.
 
     Raises:
         ValueError: The plan takes a profiled unit apart.
     """
-    if plan.units is None:
-        return [[unit] for unit in profile.units]
-    left = {name: unit for unit in profile.units for name in unit.modules}
+    left = {name: unit for unit in job.profile.units for name in unit.modules}
     groups = []
-    for names in plan.units:
+    for names in plan.units if plan.units is not None else _default_units(job):
         group: list[UnitProfile] = []
         for name in names:
             if name not in left:
@@ -108,7 +114,20 @@ def grouped(profile: Profile, plan: ShardPlan) -> list[list[UnitProfile]]:
                 del left[name]
         groups.append(group)
     taken = {unit.name for group in groups for unit in group}
-    return [*groups, [unit for unit in profile.units if unit.name not in taken]]
+    return [*groups, [unit for unit in job.profile.units if unit.name not in taken]]
+
+
+def _default_units(job: Job) -> list[tuple[str, ...]]:
+    """Blocks that follow each other share a unit until it is large enough, as `shard` has it."""
+    sizes = [job.param_bytes * unit.parameters for unit in job.profile.units if unit.block]
+    least = least_bytes(MIN_UNIT_MB, sizes)
+    units: list[tuple[str, ...]] = []
+    for (block, _), run in groupby(job.profile.units[:-1], key=lambda unit: (unit.block, unit.trained > 0)):
+        if block:
+            units += filled([(unit.name, job.param_bytes * unit.parameters) for unit in run], least)
+        else:
+            units += [unit.modules for unit in run]
+    return units
 
 
 def recomputed(blocks: int, recompute: str | None) -> list[bool]:
@@ -145,7 +164,7 @@ def computed(job: Job, plan: ShardPlan) -> dict[str, tuple[float, float]]:
 
 def work_of(job: Job, plan: ShardPlan) -> list[Work]:
     """Each unit's work in a step of one microbatch, in forward order, the root last."""
-    groups, seconds = grouped(job.profile, plan), computed(job, plan)
+    groups, seconds = grouped(job, plan), computed(job, plan)
     return [_work(job, group, _reshards(plan, groups, i), seconds) for i, group in enumerate(groups)]
 
 
@@ -170,7 +189,7 @@ def _work(
         "+".join(unit.name for unit in group) or ROOT,
         sum(seconds[unit.name][0] for unit in group),
         sum(seconds[unit.name][1] for unit in group),
-        regathers=bool(reshard),
+        regathers=bool(reshard) and any(unit.backward_needs for unit in group),
         reduce_bytes=reduced if job.world > 1 else 0,
     )
     if sharing > 1 and gathered:

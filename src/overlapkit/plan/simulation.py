@@ -64,9 +64,9 @@ def play(job: Job, plan: ShardPlan, wrapper: Wrapper) -> Played:
         return play_buckets(job, plan)
     ahead, behind = plan.forward_prefetch, plan.backward_prefetch
     rules = dataclasses.replace(
-        job.rules,
-        forward_prefetch=job.rules.forward_prefetch if ahead is None else ahead,
-        backward_prefetch=job.rules.backward_prefetch if behind is None else behind,
+        job.schedule,
+        forward_prefetch=job.schedule.forward_prefetch if ahead is None else ahead,
+        backward_prefetch=job.schedule.backward_prefetch if behind is None else behind,
     )
     return Step(work_of(job, plan), rules).play()
 
@@ -102,7 +102,7 @@ def simulate(
         spread: Standard deviation of the ranks' compute times, of their mean.
         optimizer_s: Seconds of the optimizer's step for all parameters on one rank.
         optimizer_bytes: Bytes an element of its state.
-        rules: What is fixed in the schedule; None for that of `shard`.
+        rules: What is fixed in the schedule; None for what `shard` does on the profile's device.
         failures: How often ranks fail; then goodput and the best save interval are said as well.
 
     Raises:
@@ -115,7 +115,7 @@ def simulate(
     if not isinstance(profile, Profile):
         raise TypeError(f"profile={type(profile).__name__}: give a Profile (plan.profile makes one)")
     check_ranks("optimizer_bytes", optimizer_bytes, least=0)
-    plan, rules = plan or ShardPlan(), rules or Rules()
+    plan = plan or ShardPlan()
     job = Job(profile, link, world, shards, param_bytes, reduce_bytes, spread, optimizer_s, rules)
     replicated = wrapper == "replicate"
     memory = memory_of(job, plan, optimizer_bytes=optimizer_bytes, replicated=replicated)
@@ -123,7 +123,7 @@ def simulate(
         play(job, plan, wrapper),
         world=world,
         device=profile.device,
-        tokens=None if profile.tokens is None else profile.tokens * rules.microbatches,
+        tokens=None if profile.tokens is None else profile.tokens * job.schedule.microbatches,
         memory=memory.total,
         optimizer_s=optimizer_s / (1 if replicated else job.sharing),
     )
@@ -195,4 +195,4 @@ def _assumptions(job: Job, wrapper: Wrapper) -> tuple[str, ...]:
     if wrapper == "replicate":
         return same, ring, beside, "within a unit gradients become ready evenly, last parameter first"
     shared = "all-gathers and reductions of different communicators share the link evenly"
-    return (same, ring, beside, shared) if job.rules.separate else (same, ring, beside)
+    return (same, ring, beside, shared) if job.schedule.separate else (same, ring, beside)

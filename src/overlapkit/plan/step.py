@@ -59,6 +59,15 @@ class Rules:
     microbatches: int = 1
 
 
+def rules_of(device: str) -> Rules:
+    """What `shard` does on a device, left alone.
+
+    On the CPU its collectives run beside each other, with two reductions in flight. On a GPU they queue on
+    one communicator, and FSDP2 keeps the input of one reduction.
+    """
+    return Rules(separate=True, buffers=2) if device == "cpu" else Rules(buffers=1)
+
+
 @dataclass(frozen=True)
 class Phase:
     """A stretch of the compute lane: forward, backward, or a wait, named as the spans of the parts are."""

@@ -13,11 +13,11 @@ from torch import nn
 from overlapkit.checkpoint.box import local_part
 from overlapkit.checkpoint.errors import MismatchError
 from overlapkit.checkpoint.exchange.casting import castable
-from overlapkit.checkpoint.exchange.materialise import materialise, on_meta
 from overlapkit.checkpoint.exchange.pretrained_files import find_tensors
 from overlapkit.checkpoint.exchange.pretrained_fill import Job, fill
 from overlapkit.checkpoint.exchange.safetensors_file import Stored
 from overlapkit.checkpoint.layout import plain_name, unwrap
+from overlapkit.meta_device import materialise, on_meta
 
 Rename = Callable[[str], str | None]
 

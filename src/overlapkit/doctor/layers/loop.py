@@ -1,5 +1,6 @@
 """The loop's surroundings: cores for workers, shared and pinned memory, the CPUs that a rank may run on."""
 
+import re
 from collections.abc import Callable, Iterator
 
 from overlapkit.doctor import limits, pci
@@ -200,7 +201,8 @@ def threads(subject: Subject) -> Iterator[Line]:
 def huge_pages(subject: Subject) -> Iterator[Line]:
     """Transparent huge pages."""
     text = subject.machine.text("/sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = text.partition("[")[2].partition("]")[0]
+    marked = re.search(r"\[(\w+)\]", text)
+    chosen = marked[1] if marked else ""
     if chosen == "never":
         yield LOOP.weak(
             "huge pages",

@@ -1,7 +1,7 @@
 """Storage: what lies under the folders of checkpoints and data, how full it is, and how fast."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple
@@ -60,33 +60,34 @@ def checks(folders: Folders, trials: Trials, figures: Figures) -> tuple[Check, .
     )
 
 
-def compared(figures: list[Figures | None], hosts: list[str]) -> list[Line]:
-    """Ranks whose storage is much slower than the others'.
+def compared(figures: Sequence[Figures | None], hosts: Sequence[str]) -> Iterator[Line]:
+    """Machines whose storage is much slower than that of the others. Ranks of one machine share its mount.
 
     Args:
         figures: Of each rank, or None.
         hosts: Their machines' names.
     """
-    lines = []
     for name, verb in (("checkpoints", "writes"), ("data", "reads")):
-        rates = {rank: found[name] for rank, found in enumerate(figures) if found and name in found}
-        if len(rates) < 2:
+        best: dict[str, float] = {}
+        ranks: dict[str, list[int]] = {}
+        for rank, (found, host) in enumerate(zip(figures, hosts, strict=True)):
+            if found and name in found:
+                best[host] = max(best.get(host, 0.0), found[name])
+                ranks.setdefault(host, []).append(rank)
+        if len(best) < 2:
             continue
-        usual = median_low(sorted(rates.values())) if len(rates) > 2 else max(rates.values())
-        slow = [rank for rank, rate in rates.items() if rate < _BEHIND * usual]
-        for rank in slow:
-            lines.append(
-                STORAGE.weak(
-                    f"{name} of all ranks",
-                    f"rank {rank} on {hosts[rank]} {verb} {_rate(rates[rank])}, the others {_rate(usual)}",
-                    "every save lasts, or every batch comes, as the slowest rank has it",
-                    "compare this machine's mount and network with the others': findmnt -T FOLDER",
-                )
+        usual = median_low(sorted(best.values())) if len(best) > 2 else max(best.values())
+        slow = [host for host, rate in best.items() if rate < _BEHIND * usual]
+        for host in slow:
+            yield STORAGE.weak(
+                f"{name} of all ranks",
+                f"rank {spans(ranks[host])} on {host} {verb} {_rate(best[host])}, the others {_rate(usual)}",
+                "every save lasts, or every batch comes, as the slowest machine has it",
+                "compare this machine's mount and network with the others': findmnt -T FOLDER",
             )
         if not slow:
-            saw = f"ranks {spans(rates)}: {_rate(min(rates.values()))} to {_rate(max(rates.values()))}"
-            lines.append(STORAGE.ok(f"{name} of all ranks", saw))
-    return lines
+            saw = f"{len(best)} machines: {_rate(min(best.values()))} to {_rate(max(best.values()))}"
+            yield STORAGE.ok(f"{name} of all ranks", saw)
 
 
 def _place(subject: Subject, name: str, folder: Path) -> Iterator[Line]:

@@ -3,7 +3,10 @@
 from overlapkit.measure.across.judge import LOCAL
 from overlapkit.measure.across.liaison import Liaison
 from overlapkit.measure.across.ranks import Ranks
+from overlapkit.measure.across.watch import HangWatch, OnHang
+from overlapkit.measure.across.where import Progress
 from overlapkit.measure.ledger import Ledger
+from overlapkit.measure.phases import Phases
 from overlapkit.measure.sources import Coverage
 from overlapkit.quorum import Quorum
 
@@ -13,25 +16,40 @@ class Across:
 
     Args:
         ledger: Of the meter.
+        phases: Of the meter.
         every: Distance of measured steps.
+        hang_timeout: Seconds without progress that are a hang; None for no watch.
+        on_hang: "exit", "wait" or a callable, see HangWatch.
     """
 
-    def __init__(self, ledger: Ledger, every: int) -> None:
+    def __init__(
+        self, ledger: Ledger, phases: Phases, every: int, hang_timeout: float | None, on_hang: OnHang
+    ) -> None:
         self._liaison: Liaison | None = None
-        if ledger.coverage.world > 1:
-            local, unseen = _what_is_local(ledger.coverage)
-            self._liaison = Liaison(ledger, every, Quorum("meter"), local, unseen)
+        self._progress: Progress | None = None
+        coverage = ledger.coverage
+        if coverage.world > 1:
+            self._liaison = Liaison(ledger, every, Quorum("meter"), *_what_is_local(coverage))
+        if hang_timeout is not None:
+            self._progress = Progress(phases, coverage.taps.values())
+            self._watch = HangWatch(self._progress, Quorum("hang"), hang_timeout, on_hang)
 
     def enter(self, step: int) -> None:
         """A step begins."""
+        if self._progress is not None:
+            self._progress.enter(step)
 
     def leave(self, step: int, *, whole: bool) -> None:
         """A step is over."""
+        if self._progress is not None:
+            self._progress.leave(step, whole=whole)
         if whole and self._liaison is not None:
             self._liaison.step_ended(step)
 
     def close(self) -> None:
-        """Compare the last steps; waits for the others, 10 s at most."""
+        """Compare the last steps; waits for the others, 10 s at most. This rank is not watched any more."""
+        if self._progress is not None:
+            self._watch.close()
         if self._liaison is not None:
             self._liaison.close()
 

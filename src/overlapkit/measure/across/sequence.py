@@ -9,7 +9,7 @@ import pickle
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,10 @@ class Issues:
         kinds: Texts, e.g. "all_reduce (4, 4) Float".
         groups: For each group the number of its first collective here, and for each from there on its place
             in `kinds`.
-        open: For each group, how many of the last ones have not ended.
     """
 
     kinds: tuple[str, ...]
     groups: Mapping[str, tuple[int, Ints]]
-    open: Mapping[str, int] = field(default_factory=dict)
 
     def text(self, group: str, number: int) -> str:
         """The collective of that number, or that there is none."""
@@ -46,10 +44,18 @@ class Issues:
         first, kinds = self.groups.get(group, (0, ()))
         return first + len(kinds) - 1 if len(kinds) else -1
 
+    def latest(self, count: int) -> "Issues":
+        """Of each group the last `count`."""
+        groups = {
+            group: (max(first, first + len(kinds) - count), kinds[-count:])
+            for group, (first, kinds) in self.groups.items()
+        }
+        return Issues(self.kinds, groups)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         groups = {group: [first, kinds.tolist()] for group, (first, kinds) in self.groups.items()}
-        return {"kinds": list(self.kinds), "groups": groups, "open": dict(self.open)}
+        return {"kinds": list(self.kinds), "groups": groups}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Issues":
@@ -58,7 +64,7 @@ class Issues:
             group: (first, np.array(kinds, dtype=np.int64))
             for group, (first, kinds) in data["groups"].items()
         }
-        return cls(tuple(data["kinds"]), groups, data["open"])
+        return cls(tuple(data["kinds"]), groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +103,17 @@ def read_issues() -> Issues | str:
         return entries
     kinds: dict[str, int] = {}
     found: dict[str, dict[int, int]] = {}
-    still: dict[str, int] = {}
     for entry in entries:
         group = _group(entry["process_group"])
         place = kinds.setdefault(_kind(entry), len(kinds))
         found.setdefault(group, {})[entry["collective_seq_id"]] = place
-        still[group] = still.get(group, 0) + (not entry.get("retired", True))
     groups = {}
     for group, numbered in list(found.items())[-_GROUPS:]:
         last = first = max(numbered)
         while first - 1 in numbered and last - first + 1 < _KEPT:
             first -= 1
         groups[group] = first, np.array([numbered[n] for n in range(first, last + 1)], dtype=np.int64)
-    return Issues(tuple(kinds), groups, {group: still[group] for group in groups})
+    return Issues(tuple(kinds), groups)
 
 
 def _entries() -> list[dict[str, Any]] | str:
@@ -127,7 +131,7 @@ def _entries() -> list[dict[str, Any]] | str:
                     found[_group(entry["process_group"]), entry["collective_seq_id"]] = entry
     if found:
         return list(found.values())
-    return "torch's flight recorder holds nothing: it is off (TORCH_FR_BUFFER_SIZE=0), or this torch has none"
+    return "torch's flight recorder holds no collective (it is off with TORCH_FR_BUFFER_SIZE=0)"
 
 
 def _group(named: Sequence[str]) -> str:

@@ -1,11 +1,11 @@
-"""Memory for a model that was built on the meta device."""
+"""Memory for a model that was built on the meta device: loading weights needs it, and making them does."""
 
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from overlapkit.checkpoint.box import is_dtensor
 from overlapkit.device import as_device
 
 
@@ -53,7 +53,8 @@ def _members(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
 
 
 def _mesh_device(module: nn.Module) -> str | None:
+    tensor = sys.modules.get("torch.distributed.tensor")  # not loaded: nothing can be sharded
     for parameter in module.parameters():
-        if is_dtensor(parameter):
-            return parameter.device_mesh.device_type
+        if tensor is not None and isinstance(parameter, tensor.DTensor):
+            return str(parameter.device_mesh.device_type)
     return None

@@ -1,0 +1,126 @@
+"""Direct sends: values, order of summation, dtypes, and that a lost or silent rank is an error that names it."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlapkit.parallel import exchange
+from tests.ranks import run_ranks
+
+
+def _gathered(rank: int) -> list[bool]:
+    world, group = dist.get_world_size(), dist.group.WORLD
+    right = []
+    for n in (1, 5, 40_000):
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64):
+            parts = [torch.arange(n).add(7 * r).to(dtype) for r in range(world)]
+            output = torch.zeros(world * n, dtype=dtype)
+            mine = output.view(world, -1)[rank]  # in place, as FSDP2 has it
+            mine.copy_(parts[rank])
+            apart = torch.zeros_like(output)
+            both = exchange.gather(output, mine, group, 3), exchange.gather(apart, parts[rank], group, 3)
+            for finish in both:
+                finish()
+            right += [torch.equal(output, torch.cat(parts)), torch.equal(apart, torch.cat(parts))]
+    return right
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gathered_values(world: int):
+    for right in run_ranks(world, _gathered):
+        assert len(right) == 24
+        assert all(right)
+
+
+def _reduced(rank: int) -> list[Any]:
+    world, group = dist.get_world_size(), dist.group.WORLD
+    results = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for average in (True, False):
+            given = torch.randn(world, 1000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            output = torch.full((1000,), float("nan"), dtype=dtype)
+            before = given.clone()
+            exchange.reduce(output, given.flatten(), group, 9, average=average)()
+            results.append((output, torch.equal(given, before)))
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_reduction_adds_in_the_order_of_the_ranks_and_rounds_once(world: int):
+    """To the bit: the truth is written down as a plain sum from rank 0 on, in fp32 at least."""
+    for rank, results in enumerate(run_ranks(world, _reduced)):
+        cases = iter(results)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            for average in (True, False):
+                total = torch.zeros(1000, dtype=torch.promote_types(dtype, torch.float32))
+                for other in range(world):
+                    generator = torch.Generator().manual_seed(other)
+                    total = total + torch.randn(world, 1000, generator=generator).to(dtype)[rank]
+                output, untouched = next(cases)
+                assert untouched
+                assert torch.equal(output, (total / world if average else total).to(dtype))
+
+
+def test_collectives_of_two_tags_and_two_groups_do_not_mix():
+    def job(rank: int) -> list[float]:
+        group, other = dist.group.WORLD, dist.new_group()
+        mine = torch.tensor([float(rank)])
+        outputs = [torch.zeros(2) for _ in range(4)]
+        begun = [
+            exchange.gather(outputs[0], mine, group, 0),
+            exchange.gather(outputs[1], mine + 10, other, 0),
+        ]
+        orders = (2, 3) if rank == 0 else (3, 2)  # as long as each tag has one order
+        begun += [exchange.gather(outputs[place], mine + 10 * place, group, place) for place in orders]
+        for finish in reversed(begun):
+            finish()
+        return torch.cat(outputs).tolist()
+
+    assert run_ranks(2, job) == [[0.0, 1.0, 10.0, 11.0, 20.0, 21.0, 30.0, 31.0]] * 2
+
+
+def test_a_part_of_the_ranks():
+    def job(rank: int) -> list[float]:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        output = torch.zeros(2)
+        exchange.gather(output, torch.tensor([float(rank)]), groups[rank % 2], 1)()
+        return output.tolist()
+
+    assert run_ranks(4, job) == [[0.0, 2.0], [1.0, 3.0]] * 2
+
+
+def test_a_silent_rank_is_named_within_the_groups_timeout():
+    def job(rank: int) -> str:
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        if rank == 1:
+            time.sleep(2)
+            return ""
+        with pytest.raises(RuntimeError) as caught:
+            exchange.gather(torch.zeros(2), torch.zeros(1), group, 0)()
+        return " ".join(caught.value.__notes__)
+
+    assert run_ranks(2, job)[0] == "while receiving from rank 1 of the group"
+
+
+def test_a_rank_that_dies_is_named():
+    def job(rank: int) -> str:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RuntimeError) as caught:
+            exchange.gather(torch.zeros(2), torch.zeros(1), dist.group.WORLD, 0)()
+        return " ".join(caught.value.__notes__)
+
+    assert run_ranks(2, job, may_die=(1,))[0] == "while receiving from rank 1 of the group"
+
+
+def test_only_gloo_on_the_host_is_asked():
+    def job(rank: int) -> bool:
+        return exchange.direct(dist.group.WORLD)
+
+    assert run_ranks(1, job) == [True]
