@@ -438,6 +438,7 @@ def test_on_a_gpu_the_host_waits_for_nothing_until_it_checks(
     def all_reduce(vector: torch.Tensor, group: Any, async_op: bool) -> Work:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        vector.record_stream(stream)  # as NCCL's backend does
         with torch.cuda.stream(stream):
             vector.add_(on_device(torch.tensor([6, 0, 4])))
         return Work(stream)
