@@ -84,9 +84,9 @@ def shard(
             0 leaves it to FSDP2.
         backward_prefetch: How many preceding units' all-gathers a unit starts in backward; 0 for none.
         reshard: Whether parameters are freed between forward and backward. "auto": blocks and embedding
-            are; the projection, needed first in backward, and the root are not (and are freed after a
-            forward without gradients). True or False: all units alike. A number: blocks stay gathered
-            among that many ranks. Without a process group nothing is freed, and any of these is right.
+            are; the projection, needed first in backward, and the root are not. True or False: all units
+            alike. A number: they stay gathered among that many ranks. After a forward without gradients all
+            are freed. Without a process group nothing is freed, and any of these is right.
         recompute: "none", "full", "every:N" or "selective": see `recompute`. Each unit is gathered as often
             as without.
         compile_blocks: True, or a dict of torch.compile's keyword arguments: see `compile_blocks`.
@@ -152,7 +152,7 @@ def shard(
     if sharding.mesh is not None:
         must_agree(
             sharding.mesh,
-            hashlib.sha256(repr(description).encode()).hexdigest(),
+            hashlib.sha256(repr((description, policy)).encode()).hexdigest(),
             "what shard is to do",
             "give it the same model, options and plan on every rank",
         )
@@ -199,7 +199,7 @@ def describe(
         ranks: Plan for so many ranks, or for (copies, shards) of a 2-D mesh, without a process group.
 
     Raises:
-        TypeError: As `shard` does; so are ValueError, RuntimeError and NotImplementedError.
+        TypeError: As `shard` does; so are ValueError and RuntimeError.
     """
     if mesh is not None and ranks is not None:
         raise ValueError(f"mesh and ranks={ranks!r} are both given: leave one out")
