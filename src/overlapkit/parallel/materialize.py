@@ -139,7 +139,7 @@ class _Unset:
 
 @contextmanager
 def _classes_at_home(model: nn.Module) -> Iterator[None]:
-    """FSDP2's subclasses say that they are torch's: transformers takes that for foreign code, and skips parts."""
+    """FSDP2's subclasses say that they are torch's: transformers skips parts of what it takes for foreign."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds = {type(module) for module in model.modules() if fsdp and isinstance(module, fsdp.FSDPModule)}
     theirs = {kind: kind.__module__ for kind in kinds}
