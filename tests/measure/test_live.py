@@ -124,7 +124,9 @@ def test_a_line_that_was_never_begun_says_nothing():
     assert line.out.getvalue() == ""
 
 
-def test_on_a_terminal_one_line_is_written_over(monkeypatch):
+@pytest.mark.parametrize("printed_to_terminal", [True, False])
+def test_on_a_terminal_one_line_is_written_over(monkeypatch, capsys, printed_to_terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: printed_to_terminal, raising=False)
     line = Line(terminal=True, width=40)
     outside = sys.stdout
     line.step(1, loss=1)
@@ -134,7 +136,8 @@ def test_on_a_terminal_one_line_is_written_over(monkeypatch):
     line.line.close()
     text = line.out.getvalue()
     assert [n for n in range(1, 10) if f"step {n}  loss {n}" in text] == [1, 5, 9]  # at most twice a second
-    assert "said meanwhile\n" in text
+    above, elsewhere = "said meanwhile\n" in text, "said meanwhile\n" in capsys.readouterr().out
+    assert (above, elsewhere) == (printed_to_terminal, not printed_to_terminal)
     assert text.rstrip("\n\x1b[?25h").endswith("step 9  loss 9")
     assert sys.stdout is outside
     assert all(len(piece) < 60 for piece in text.splitlines())

@@ -1,5 +1,6 @@
 """Runs every check on this rank, puts the ranks of a job together, and measures links where asked to."""
 
+import contextlib
 import dataclasses
 import socket
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from overlapkit.doctor.bounded import Late, bounded
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.diagnosis import Diagnosis
 from overlapkit.doctor.gpus import Gpus, Nvml
@@ -24,6 +26,7 @@ from overlapkit.doctor.watch import Watch
 from overlapkit.quorum import RankFailed
 
 Progress = Callable[[int, int, str], None]
+_FOLDER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,13 @@ def examine(
     Raises:
         ValueError: A folder is none, a number is out of its range, or torchrun's variables make no sense.
     """
-    folders = storage.Folders(_folder("checkpoints", checkpoints), _folder("data", data))
     _check_numbers(workers=workers, ranks=ranks, seconds=seconds, timeout=timeout)
     tools = instruments or Instruments()
     subject = tools.subject()
     place = subject.place
+    folders = storage.Folders(*(None if one is None else Path(one) for one in (checkpoints, data)))
+    if place.world == 1:  # in a job a rank whose mount is missing has to say so with the others
+        _check_folders(folders)
     if ranks is not None and (not link or place.world > 1):
         raise ValueError(
             f"ranks={ranks}: it belongs to link=True outside of a job; torchrun sets the job's ranks"
@@ -235,10 +240,11 @@ def _no_links(why: str) -> Line:
     )
 
 
-def _folder(argument: str, folder: str | Path | None) -> Path | None:
-    if folder is None:
-        return None
-    return Path(folder)
+def _check_folders(folders: storage.Folders) -> None:
+    for argument, folder in folders._asdict().items():
+        with contextlib.suppress(Late):  # its own check will say so
+            if folder is not None and not bounded(folder.is_dir, _FOLDER_S, argument):
+                raise ValueError(f"{argument}={str(folder)!r} is no folder here: give one that is there")
 
 
 def _check_numbers(workers: int | None, ranks: int | None, seconds: float, timeout: float) -> None:

@@ -4,6 +4,7 @@ On a terminal one line that is written over, at most twice a second; elsewhere (
 one plain line every ten seconds. Of several ranks only rank 0 has one.
 """
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -109,8 +110,15 @@ class ProgressLine:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         line = Text(text, no_wrap=True, overflow="ellipsis")
-        if self._live is None:  # what is printed meanwhile comes above it; no thread: steps refresh it
-            self._live = Live(line, console=self._console, auto_refresh=False)
+        if self._live is None:  # what is printed to a terminal meanwhile comes above it; what goes to a file
+            # stays there. No thread: steps refresh it.
+            self._live = Live(
+                line,
+                console=self._console,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
+            )
             self._live.start()
         self._live.update(line, refresh=True)
 
