@@ -166,7 +166,7 @@ def test_every_rank_says_who_is_missing_where_and_in_which_line():
         assert (in_input[0].missing, in_input[0].step, in_input[0].phase) == ((1,), 3, "outside")
         for report in (in_backward[0], in_input[0]):
             assert list(report.stacks) == [1]
-            assert "in stand" in report.stacks[1].split("Thread ")[1]
+            assert "in stand" in report.stacks[1].split("\nThread ")[0]
 
 
 def exits(rank):

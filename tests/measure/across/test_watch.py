@@ -19,7 +19,7 @@ from overlapkit.measure.across.watch import HangWatch
 from overlapkit.measure.across.where import Where
 from tests.measure.across.steps import FakeQuorum
 
-TIMEOUT = 0.4
+TIMEOUT = 0.3
 SOON = 30.0  # for what comes after TIMEOUT, on however busy a machine
 
 
@@ -128,7 +128,7 @@ def test_a_job_in_which_one_rank_still_moves_gives_no_alarm(others):
     with Job(3).start() as job:
         job.stop()
         job.ranks[2].be(**others)
-        time.sleep(4 * TIMEOUT)
+        time.sleep(3 * TIMEOUT)
         assert job.told == [[], [], []]
         job.ranks[2].be()  # and now it does not: the watch was awake
         job.wait()
@@ -137,7 +137,7 @@ def test_a_job_in_which_one_rank_still_moves_gives_no_alarm(others):
 def test_after_the_last_step_nobody_is_missed():
     with Job(2).start() as job:
         job.stop(inside=False, phase="outside")
-        time.sleep(4 * TIMEOUT)
+        time.sleep(3 * TIMEOUT)
         assert job.told == [[], []]
 
 
@@ -264,7 +264,7 @@ def test_a_store_that_is_gone_is_told_as_such():
 
 def test_a_store_that_is_gone_disturbs_nobody_who_moves():
     with Job(2, store=Gone()).start() as job:
-        time.sleep(4 * TIMEOUT)
+        time.sleep(3 * TIMEOUT)
         assert job.told == [[], []]
 
 
