@@ -64,7 +64,7 @@ class Held:
 
 
 def test_backward_goes_on_while_reductions_are_under_way(monkeypatch: pytest.MonkeyPatch):
-    """All five are held until backward is at its very end: a thread that waited for one would never get there."""
+    """All five are held until backward is at its end: a thread that waited for one would not get there."""
 
     def job(rank: int) -> tuple[float, int, list[str]]:
         held = Held(monkeypatch)
@@ -112,7 +112,11 @@ def _kept_whole(model: nn.Module) -> None:
 WHEN_READ = {
     "gradients are kept": (_grads_kept, {}, {}),
     "a hook reads the gradient": (_hooked, {}, {}),
-    "units stay gathered": (_kept_whole, {}, {"late": 1}),  # all but the embedding, which needs none in backward
+    "units stay gathered": (
+        _kept_whole,
+        {},
+        {"late": 1},
+    ),  # all but the embedding, which needs none in backward
     "a rounded reduction is converted": (
         lambda model: None,
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
@@ -128,7 +132,7 @@ WHEN_READ = {
 
 
 def test_the_training_thread_waits_where_fsdp2_reads_the_result(monkeypatch: pytest.MonkeyPatch):
-    """Each reduction writes NaN first and its result a moment later: reading it early shows in the gradient."""
+    """Each reduction writes NaN first and its result later: reading it early shows in the gradient."""
 
     def job(rank: int) -> dict[str, Any]:
         held = Held(monkeypatch)
@@ -143,7 +147,9 @@ def test_the_training_thread_waits_where_fsdp2_reads_the_result(monkeypatch: pyt
                 loss_of(plain, batch(3)).backward()
             with monkeypatch.context() as patch:
                 patch.setattr(
-                    Traffic, "wait_late", lambda self, one, real=real: (late.append(True), real(self, one))
+                    Traffic,
+                    "wait_late",
+                    lambda self, one, real=real, late=late: (late.append(True), real(self, one)),
                 )
                 loss_of(model, batch(4)).backward()
             loss_of(plain, batch(4)).backward()
@@ -359,4 +365,8 @@ def _on_a_gpu(rank: int) -> list[tuple[str, Any, bool]]:
 @pytest.mark.gpu
 def test_spans_on_a_gpu_are_of_its_stream():
     (spans,) = run_ranks(1, _on_a_gpu, backend="nccl", start="spawn")
-    assert spans == [("all_gather a", 12, False), ("reduce_scatter a", 12, False), ("all_gather a", 12, False)]
+    assert spans == [
+        ("all_gather a", 12, False),
+        ("reduce_scatter a", 12, False),
+        ("all_gather a", 12, False),
+    ]

@@ -11,13 +11,19 @@ import torch
 from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.advice import Finding, find
 from overlapkit.measure.answers import Answer, answer
+from overlapkit.measure.closeup import Seen
+from overlapkit.measure.compare import Comparison, Given, compare
 from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.draw import save_drawing
 from overlapkit.measure.ledger import Ledger, Trace
-from overlapkit.measure.memory import Peak
+from overlapkit.measure.noise import standard_error
+from overlapkit.measure.perfetto import Rank, save_perfetto
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.render import render, sentence
+from overlapkit.measure.speed import Speed
 from overlapkit.measure.summary import PartSummary, Window
+from overlapkit.measure.within import look_within
+from overlapkit.measure.written import replacing
 from overlapkit.span import Span
 
 if TYPE_CHECKING:
@@ -40,8 +46,8 @@ class StepReport:
             checkpoint or input, 0 to 1.
         tokens_per_s: Tokens of this rank a second.
         peak_memory: Bytes at the highest point so far.
-        parts: forward, backward, optimizer, input, transfer, communication, checkpoint, garbage (Python's
-            collector), other: where the period went.
+        parts: forward, backward, optimizer, input, transfer, communication, checkpoint, compilation,
+            garbage (Python's collector), other: where the period went.
         answers: The seven, in order.
         findings: What is worth mending, the costliest first; empty where all is well.
         detail: What lies within the parts: buckets, units, microbatches, saves and so on.
@@ -87,6 +93,7 @@ class StepReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: every field but the records, the verdict, and the versions it was made with.
 
+        `error_ms` has the standard error of each mean, for `compare`.
         Of a trace also `lanes_us` of the whole, `per_step`, `per_rank` and `arrivals`, in microseconds.
         """
         names = ("steps", "first_step", "last_step", "device", "rank", "world", "period_ms", "exposed_share")
@@ -96,13 +103,44 @@ class StepReport:
             "traced_step": self.traced_step,
             "trace_note": self.trace_note,
             "parts": {name: asdict(part) for name, part in self.parts.items()},
+            "error_ms": self._errors(),
             "answers": [asdict(one) for one in self.answers],
             "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],
             "ranks": None if self.ranks is None else self.ranks.to_dict(),
-            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            "versions": _versions(),
             **({"detail": self.detail.to_dict()} if self.detail is not None else {}),
             **(self.trace.to_dict() if self.trace is not None else {}),
         }
+
+    def _errors(self) -> dict[str, float | None]:
+        fields = {"step": "period", **{part: part for part in self.parts}}
+        errors: dict[str, float | None] = {}
+        for name, field_ in fields.items():
+            times = [time / 1e6 for one in self.records if (time := getattr(one, field_, None)) is not None]
+            errors[name] = standard_error(times)
+        return errors
+
+    @staticmethod
+    def compare(before: Given, after: Given) -> Comparison:
+        """What became faster or slower from one report to another, and which findings are gone or new.
+
+        A difference counts where it is more than chance makes of the spread of the steps (once in a thousand
+        times), and more than 1 % of the step. What differs from run to run but not within one (another
+        node, a neighbour) is not in that spread.
+
+        Args:
+            before: A report, its `to_dict()`, or the name of the file that `save()` wrote.
+            after: Likewise.
+
+        Returns:
+            `str()` of it is a sentence and a table; `to_dict()` is plain JSON.
+
+        Raises:
+            TypeError: An argument is something else.
+            ValueError: A file holds no report, or a report covers no step.
+            OSError: A file cannot be read.
+        """
+        return compare(before, after)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write `to_dict()` as JSON.
@@ -113,8 +151,33 @@ class StepReport:
         """
         _check_path(path)
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        with replacing(path) as file:
+            file.write(text.encode() + b"\n")
+
+    def to_perfetto(self, path: str | PathLike[str]) -> None:
+        """Write the steps as a trace for ui.perfetto.dev (Chrome's trace events); packed if named .gz.
+
+        One process a rank (all ranks of an explained trace, on one clock), one track a lane; what a step
+        stood still for is on a track of its own beneath. Of a meter the steps of this report, at most the
+        last 100; of a trace its last 8 steps.
+
+        Raises:
+            TypeError: `path` is no path.
+            ValueError: No step has been recorded.
+            OSError: The file cannot be written; what was there is as it was.
+        """
+        _check_path(path)
+        if not self._traces:
+            raise ValueError("no step has been recorded yet: there is nothing to write")
+        save_perfetto(path, self._ranks(), {"verdict": self.verdict, **_versions()})
+
+    def _ranks(self) -> list[Rank]:
+        if self.trace is not None and self.traced_step is None:
+            return self.trace.shown()
+        first = self.first_step or 0
+        traces = [trace for trace in self._traces if trace.index >= first]
+        name = f"rank {self.rank} of {self.world} on {self.device}"
+        return [Rank(self.rank, name, traces, self._spans, self.records)]
 
     def plot(self, path: str | PathLike[str], *, steps: int = 3) -> None:
         """Draw the lanes over time for the last few steps, exposed parts marked, as PNG.
@@ -143,26 +206,42 @@ class StepReport:
         save_drawing(path, self._traces[-steps:], self._spans, notes)
 
 
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": str(torch.__version__)}
+
+
 def _check_path(path: object) -> None:
     if not isinstance(path, (str, PathLike)):  # a number would be an open file, whosever it is
         raise TypeError(f"path={path!r}: give the name of a file, as a str or a pathlib.Path")
 
 
 def make_report(
-    ledger: Ledger, window: int, peak: Peak | None, rank: int, ranks: Ranks | str = "not compared"
+    ledger: Ledger,
+    window: int,
+    looked: Seen | None,
+    rank: int,
+    ranks: Ranks | str = "not compared",
+    *,
+    peak_flops: float | None = None,
+    flops_per_token: float | None = None,
 ) -> StepReport:
     """Look back over the last `window` records.
 
     Args:
         ledger: Of the meter.
         window: How many records.
-        peak: Of memory.
+        looked: What was seen in some steps only.
         rank: Of this process.
         ranks: All ranks compared, or why they are not.
+        peak_flops: A second, of the device, or None to look it up.
+        flops_per_token: Of the model, or None to count.
     """
     seen = Window(ledger, window, ranks)
+    looked = looked or Seen()
+    speed = Speed(looked, seen.coverage.device, seen.tokens, peak_flops, flops_per_token)
+    detail = look_within(seen, looked, speed)
     records = tuple(seen.records)
-    findings = find(seen)
+    findings = find(seen, detail, looked.products)
     return StepReport(
         steps=len(records),
         first_step=records[0].index if records else None,
@@ -175,11 +254,11 @@ def make_report(
         tokens_per_s=seen.tokens_per_s(),
         peak_memory=records[-1].peak_memory if records else None,
         parts=seen.parts,
-        answers=answer(seen, peak, findings),
+        answers=answer(seen, looked.peaks.top if looked.peaks is not None else None, findings, detail),
         findings=findings,
         records=records,
+        detail=detail,
         _traces=tuple(seen.traces),
         _spans=tuple(seen.spans),
-        detail=StepDetail(),
         ranks=ranks if isinstance(ranks, Ranks) else None,
     )

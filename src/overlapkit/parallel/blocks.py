@@ -39,6 +39,8 @@ def find_blocks(model: nn.Module, blocks: str | Sequence[Any], option: str) -> d
         if not isinstance(module, nn.Module) or module not in names:
             raise ValueError(f"blocks: the model has no part {entry!r}")
         if not can_forward(module):
-            raise ValueError(f"blocks: {names[module]!r} has no forward of its own; list its children instead")
+            raise ValueError(
+                f"blocks: {names[module]!r} has no forward of its own; list its children instead"
+            )
         listed[names[module]] = module
     return listed
