@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # DDP and optimizers import it; here once, and not in each rank
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapkit import replicate, shard
@@ -124,6 +125,21 @@ def test_with_a_foreign_wrapper_phases_tell_as_far_as_they_are_local(reports):
     for report in the_same_on_all(reports, "unseen"):
         assert all(one.late_ms < LATE_S * 500 for one in report.ranks.late)
         assert "cannot be told (foreign wrapper" in report.answers[4].evidence
+
+
+def meshed(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    loop = Loop(rank, lambda model: shard(model, mesh, units=[model[1], model[2]]), late(3, "backward"))
+    loop.train(5)
+    loop.meter.close()
+    return loop.meter.report().ranks
+
+
+def test_on_a_mesh_each_group_waits_for_its_own():
+    ranks, *others = run_ranks(4, meshed)
+    assert others == [ranks] * 3
+    assert (ranks.late[0].rank, ranks.late[0].steps, ranks.late[0].phase) == (3, 4, "backward")
+    assert ranks.mismatches == ()
 
 
 class Hang:
