@@ -154,9 +154,7 @@ def rate_of(ranks: list[dict[str, Any]]) -> float:
     return min(max(rank["rates"]) for rank in ranks)
 
 
-def bounded(
-    setting: Setting, steps: dict[str, Measurement], name: str, bound: float, goal: float
-) -> Figure:
+def bounded(setting: Setting, steps: dict[str, Measurement], name: str, bound: float, goal: float) -> Figure:
     """A step of ours beside its bound."""
     peer = Measurement("the bound", (bound,))
     return time_figure(f"{setting.name}, {name}", steps[name], peer, unit="s", ratio_limit=goal)

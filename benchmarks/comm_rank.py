@@ -1,8 +1,8 @@
 """One rank of benchmarks/comm.py: it runs every variant's step in turns and prints what they took, as JSON.
 
-The model's compute is sleep: in each block's forward and backward, of a length given, beside products with one
-row of input, which make gradients of full size for next to nothing. So two cores carry four ranks, and what is
-measured is what communication adds, not what the ranks take from each other.
+The model's compute is sleep: in each block's forward and backward, of a length given, beside products with
+one row of input, which make gradients of full size for next to nothing. So two cores carry four ranks, and
+what is measured is what communication adds, not what the ranks take from each other.
 """
 
 import json

@@ -24,12 +24,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-import machine
-
 PREFIX = "oklab"
 INTERFACE = "eth0"
 _PORT = 29500
 _GRACE_S = 5.0
+_PATHS = str(Path(__file__).parent), str(Path(__file__).parent.parent / "src")  # as a script finds them
 
 
 class LabError(RuntimeError):
@@ -153,12 +152,13 @@ class Lab:
             "MASTER_PORT": str(_PORT),
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, (*_PATHS, os.environ.get("PYTHONPATH")))),
             **env,
         }
         with output.open("w") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self._hosts[rank], sys.executable, "-u", *command],
-                env=machine.environment() | job,
+                env=os.environ | job,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -69,36 +69,49 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    model = Model(task["blocks"], task["elements"], task["seconds"])
     batch = torch.ones(1, requires_grad=True)
-    answer = _measure(model, batch) if task["task"] == "profile" else _train(model, batch, task)
+    answer = _measure(task, batch) if task["task"] == "profile" else _train(task, batch)
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(answer))
 
 
-def _measure(model: nn.Module, batch: Tensor) -> dict[str, Any]:
-    found = profile(model, batch, tokens=1, steps=3)
+def _model(task: dict[str, Any]) -> Model:
+    return Model(task["blocks"], task["elements"], task["seconds"])
+
+
+def _measure(task: dict[str, Any], batch: Tensor) -> dict[str, Any]:
+    found = profile(_model(task), batch, tokens=1, steps=3)
     return {"profile": found.to_json(), "link": probe_link(repeats=3).to_json()}
 
 
-def _train(model: nn.Module, batch: Tensor, task: dict[str, Any]) -> dict[str, Any]:
-    plan = None if task["plan"] is None else ShardPlan.from_json(task["plan"])
-    wrap = ok.shard if task["wrapper"] == "shard" else ok.replicate
-    model = wrap(model, plan=plan, **task.get("options", {}))
-    meter = ok.StepMeter(model=model)
-    times = []
-    for turn in range(WARMUP + task["steps"]):
-        dist.barrier()
-        start = time.perf_counter()
-        with meter.step():
-            model(batch).backward()
-        model.zero_grad(set_to_none=True)
-        if turn >= WARMUP:
-            times.append(time.perf_counter() - start)
-    exposed = [record.exposed_share or 0.0 for record in meter.report(task["steps"]).records]
-    meter.close()
-    return {"step_s": median(times), "exposed": median(exposed)}
+def _train(task: dict[str, Any], batch: Tensor) -> dict[str, Any]:
+    """Each variant in turns, one step a round; what the first rounds pay once is left out."""
+    models = {one["name"]: _wrapped(task, one) for one in task["variants"]}
+    meters = {name: ok.StepMeter(model=model) for name, model in models.items()}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(WARMUP + task["rounds"]):
+        for name, model in models.items():
+            dist.barrier()
+            start = time.perf_counter()
+            with meters[name].step():
+                model(batch).backward()
+            if turn >= WARMUP:
+                times[name].append(time.perf_counter() - start)
+            model.zero_grad(set_to_none=True)
+    answer = {}
+    for name, meter in meters.items():
+        records = meter.report(task["rounds"]).records
+        exposed = [(record.communication or 0) / (record.period - record.outside) for record in records]
+        answer[name] = {"step_s": median(times[name]), "exposed": median(exposed)}
+        meter.close()
+    return answer
+
+
+def _wrapped(task: dict[str, Any], variant: dict[str, Any]) -> nn.Module:
+    plan = None if variant["plan"] is None else ShardPlan.from_json(variant["plan"])
+    wrap = ok.shard if variant["wrapper"] == "shard" else ok.replicate
+    return wrap(_model(task), plan=plan)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ from curve import draw_losses
 from gpt import GPT, plain_swiglu
 from options import arguments
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from text import Windows, entropies, inputs_and_targets, standard_library
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import overlapkit as ok
+from overlapkit.measure import ProgressLine
 
 
 def main() -> None:
@@ -96,41 +96,36 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     ckpt: Any = plain.Checkpointer(out, rank) if args.baseline else ok.Checkpointer(out, keep=2)
 
     sched = torch.optim.lr_scheduler.LambdaLR(opt, partial(learning_rate, steps=args.steps))
-    publishers = {} if args.baseline else {"loader": loader, "checkpointer": ckpt}
-    meter = ok.StepMeter(model, opt, **publishers)
     state = {"model": model, "optimizer": opt, "scheduler": sched, "loader": loader, "losses": []}
     first = step = ckpt.restore(state)
     console.print(f"going on after step {step}" if step else f"starting; everything goes to {out}")
     last = min(args.steps, args.stop_at or args.steps)
+    publishers = {} if args.baseline else {"loader": loader, "checkpointer": ckpt}
+    line = ProgressLine(args.steps, first_step=step)
+    meter = ok.StepMeter(model, opt, **publishers, progress=line)
     unread: list[Tensor] = []
 
-    columns = ("step", MofNCompleteColumn(), BarColumn(), "{task.description}")
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=args.steps, completed=step)
-        while step < last:
-            loader.set_epoch(step // len(loader))
-            for x, y in loader:
-                with meter.step(tokens=x.numel()):
-                    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                        loss = model(x, y)
-                    loss.backward()
-                    if args.baseline:
-                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    opt.step()
-                    sched.step()
-                    opt.zero_grad(set_to_none=True)
-                step += 1
-                unread.append(loss.detach())
-                due = step % args.save_every == 0 or step == last
-                if due or step % 10 == 0:  # rarely: reading the loss waits for the device
-                    state["losses"] = [*state["losses"], *mean_over_ranks(torch.stack(unread)).tolist()]
-                    unread.clear()
-                    words = status(state["losses"][-1], meter, world)
-                    progress.update(bar, completed=step, description=words)
-                if due:
-                    ckpt.save(step, state)
-                if step == last:
-                    break
+    while step < last:
+        loader.set_epoch(step // len(loader))
+        for x, y in loader:
+            with meter.step(tokens=x.numel()):
+                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                    loss = model(x, y)
+                loss.backward()
+                if args.baseline:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                opt.step()
+                sched.step()
+                opt.zero_grad(set_to_none=True)
+                meter.log(loss=loss)  # this rank's, for the progress line; reads nothing back yet
+            step += 1
+            unread.append(loss.detach())
+            if step % args.save_every == 0 or step == last:  # rarely: reading losses waits for the device
+                state["losses"] = [*state["losses"], *mean_over_ranks(torch.stack(unread)).tolist()]
+                unread.clear()
+                ckpt.save(step, state)
+            if step == last:
+                break
     result: dict[str, Any] = {"world": world, "losses": state["losses"], "unigram": unigram, "bigram": bigram}
     if step == args.steps and args.eval_batches:
         model.eval()
@@ -170,16 +165,6 @@ def evaluate(model: torch.nn.Module, batches: Iterable[Tensor], device: torch.de
     """The mean loss over the batches of all ranks."""
     losses = [model(*inputs_and_targets(windows.to(device))).float() for windows in batches]
     return mean_over_ranks(torch.stack(losses).mean()).item()
-
-
-def status(loss: float, meter: ok.StepMeter, world: int) -> str:
-    """The progress bar's text; what has not been measured is left out."""
-    words = [f"loss {loss:.3f}"]
-    if meter.last is not None and meter.last.tokens_per_s is not None:
-        words.append(f"{world * meter.last.tokens_per_s:,.0f} tokens/s")
-    if meter.last is not None and meter.last.exposed_share is not None:
-        words.append(f"exposed {meter.last.exposed_share:.1%}")
-    return "  ".join(words)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: `overlapkit checkpoint ls|show|...`, `explain`, `doctor` and `plan`.
+"""The command line: `overlapkit checkpoint ls|show|...`, `compare`, `doctor`, `explain` and `plan`.
 
 Exit status: 0 all is well, 1 a checkpoint or trace is damaged, two checkpoints differ or the doctor found
 something weak (or the work failed), 2 wrong usage.
@@ -47,6 +47,10 @@ def explain(
     plot: Annotated[
         str | None, typer.Option(help="Draw the lanes of the first rank's last steps into this PNG.")
     ] = None,
+    perfetto: Annotated[
+        str | None,
+        typer.Option(help="Write the lanes of all ranks' last steps, on one clock, for ui.perfetto.dev."),
+    ] = None,
 ) -> None:
     """Say what profiler traces expose: lanes, seven answers, the late rank, and what to change."""
     with _exit_status():
@@ -57,10 +61,30 @@ def explain(
             report = read(trace, progress=progress)
         if plot is not None:
             report.plot(plot, steps=min(8, report.steps))
+        if perfetto is not None:
+            report.to_perfetto(perfetto)
         if as_json:
             tables.print_json(report.to_dict())
         else:
             print(report)
+
+
+@app.command(epilog="Exit status: 0 compared (whatever it shows), 1 a file cannot be read, 2 wrong usage.")
+def compare(
+    before: Annotated[str, typer.Argument(help="What StepReport.save or `explain --json` wrote.")],
+    after: Annotated[str, typer.Argument(help="Likewise, of the other run.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two saved reports: what became faster or slower by more than noise, and which findings."""
+    with _exit_status():
+        from overlapkit.checkpoint import tables
+        from overlapkit.measure import StepReport
+
+        found = StepReport.compare(before, after)
+        if as_json:
+            tables.print_json(found.to_dict())
+        else:
+            print(found)
 
 
 @checkpoint.command()

@@ -68,6 +68,21 @@ def test_exposed_time_is_what_is_red_in_the_picture(tmp_path):
     assert twenty == pytest.approx(2 * ten, rel=0.02)
 
 
+def test_when_buckets_were_ready_is_marked(tmp_path):
+    from matplotlib.image import imread
+
+    black = []
+    for ready in ((), (14,), (14, 20, 26), (14, 20, 26, 99)):  # the last one is beyond the picture
+        spans = [Span("communication", "all_reduce", r * MS, (r + 1) * MS, ready=r * MS) for r in ready]
+        save_drawing(tmp_path / "a.png", [trace(0, 0, *STEP)], spans, {})
+        pixels = imread(tmp_path / "a.png")[: int(3.8 * 130 * 0.7), 200:, :3]  # above the legend
+        black.append(int((pixels.max(axis=-1) < 0.08).sum()))
+    one = black[1] - black[0]
+    assert one > 10
+    assert black[2] - black[0] == pytest.approx(3 * one, rel=0.2)
+    assert black[3] == black[2]
+
+
 def test_pauses_notes_and_steps_of_no_length_can_be_drawn(tmp_path):
     steps = [trace(0, 5, ("outside", 0)), trace(1, 5, ("paused", 3), *STEP)]
     save_drawing(tmp_path / "a.png", steps, [], {"transfer": "not measured: tensors stay on the CPU"})

@@ -68,11 +68,11 @@ def test_a_meter_with_listeners_is_collected():
 class Line:
     """A progress line on a clock that is wound by hand."""
 
-    def __init__(self, *, terminal, total=None, world=1, width=200):
+    def __init__(self, *, terminal, width=200, **options):
         self.now = 100.0
         self.out = io.StringIO()
         console = Console(file=self.out, force_terminal=terminal, width=width, color_system=None)
-        self.line = ProgressLine(total, world, console=console, clock=lambda: self.now)
+        self.line = ProgressLine(console=console, clock=lambda: self.now, **options)
         self.records = []
 
     def step(self, done, after=0.0, **latest):
@@ -99,20 +99,21 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end():
     assert [words.split()[1] for words in line.lines()][4:] == ["62"]
 
 
-def test_what_a_line_says():
-    line = Line(terminal=False, total=200, world=4)
-    line.step(100)
+def test_what_a_line_says(monkeypatch):
+    monkeypatch.setattr("overlapkit.measure.progress.rank_and_world", lambda: (0, 4))
+    line = Line(terminal=False, total=200, first_step=70)
+    line.step(30)
     line.records = [record(tokens=1, exposed=0)] * 30 + [
         record(100, exposed=MS),
         record(300, exposed=3 * MS),
     ] * 10
-    line.step(110, after=40.0, loss=2.34567, lr=3e-4, big=1e9, bad=float("nan"), fifth=1)
+    line.step(40, after=40.0, loss=2.34567, lr=3e-4, big=1e9, bad=float("nan"), fifth=1)
     assert line.lines() == [
         "step 100/200",
         "step 110/200  loss 2.346  lr 0.0003  big 1.000e+09  bad nan  80,000 tokens/s  exposed 20.0%  "
         "0:06:00 left",
     ]
-    line.step(200, after=1.0)
+    line.step(130, after=1.0)
     assert line.lines()[-1].startswith("step 200/200")  # the last one at once
     assert "left" not in line.lines()[-1]
 
@@ -123,7 +124,9 @@ def test_a_line_that_was_never_begun_says_nothing():
     assert line.out.getvalue() == ""
 
 
-def test_on_a_terminal_one_line_is_written_over(monkeypatch):
+@pytest.mark.parametrize("printed_to_terminal", [True, False])
+def test_on_a_terminal_one_line_is_written_over(monkeypatch, capsys, printed_to_terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: printed_to_terminal, raising=False)
     line = Line(terminal=True, width=40)
     outside = sys.stdout
     line.step(1, loss=1)
@@ -133,24 +136,41 @@ def test_on_a_terminal_one_line_is_written_over(monkeypatch):
     line.line.close()
     text = line.out.getvalue()
     assert [n for n in range(1, 10) if f"step {n}  loss {n}" in text] == [1, 5, 9]  # at most twice a second
-    assert "said meanwhile\n" in text
+    above, elsewhere = "said meanwhile\n" in text, "said meanwhile\n" in capsys.readouterr().out
+    assert (above, elsewhere) == (printed_to_terminal, not printed_to_terminal)
     assert text.rstrip("\n\x1b[?25h").endswith("step 9  loss 9")
     assert sys.stdout is outside
     assert all(len(piece) < 60 for piece in text.splitlines())
 
 
 def test_the_line_is_rank_0s():
-    assert progress_line(True, 1, 2) is None
-    assert progress_line(False, 0, 1) is None
-    assert progress_line(True, 0, 1)._total is None
-    assert progress_line(7, 0, 1)._total == 7
+    own = ProgressLine(7)
+    assert progress_line(True, 1) is None
+    assert progress_line(own, 1) is None
+    assert progress_line(False, 0) is None
+    assert isinstance(progress_line(True, 0), ProgressLine)
+    assert progress_line(own, 0) is own
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"total": 0}, ValueError, "total=0: give the number of the last step"),
+        ({"total": 2.0}, TypeError, "total=2.0"),
+        ({"first_step": -1}, ValueError, "first_step=-1: give an int of at least 0"),
+        ({"first_step": "3"}, TypeError, "first_step='3'"),
+    ],
+)
+def test_options_of_a_line(given, error, words):
+    with pytest.raises(error, match=words):
+        ProgressLine(**given)
 
 
 def test_a_meter_shows_its_line(monkeypatch, capsys):
     clock = FakeClock()
     monkeypatch.setattr(module, "clock_of", lambda device: clock)
     loader = FakeComponent(clock)
-    meter = StepMeter(loader=loader, progress=2)
+    meter = StepMeter(loader=loader, progress=ProgressLine(2))
     for loss in (3, 2):
         loader.wait("input", MS)
         with meter.step(tokens=5):

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from overlapkit.measure import StepMeter, explain
 from overlapkit.measure.tracing import _fold, other_profiler
 from tests.measure.traces.hand import HandTrace
+from tests.ranks import run_ranks
 
 CPU = [ProfilerActivity.CPU]
 
@@ -86,7 +88,7 @@ def test_traces_are_read_elsewhere_and_leave_no_file(loop, monkeypatch, tmp_path
     )
     loop.step(3)
     assert loop.read().traced_step == 2
-    assert seen == [("overlapkit-trace", ["rank-0-step-2.json"])]
+    assert seen == [("overlapkit-trace", ["rank.json"])]
     assert os.listdir(tmp_path) == []
 
 
@@ -96,10 +98,31 @@ def test_traces_are_kept_where_they_are_wanted(tmp_path):
         loop.step(2)
         loop.read()
     loop.meter.close()
-    assert sorted(os.listdir(tmp_path / "traces")) == ["rank-0-step-1.json.gz", "rank-0-step-3.json.gz"]
-    again = explain(tmp_path / "traces" / "rank-0-step-3.json.gz")
+    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
+    assert kept == ["traces/step-1/rank-0.json.gz", "traces/step-3/rank-0.json.gz"]
+    again = explain(tmp_path / "traces" / "step-3")
     assert again.trace.lanes_us == loop.meter.report().trace.lanes_us
-    json.loads(gzip.decompress((tmp_path / "traces" / "rank-0-step-1.json.gz").read_bytes()))
+    json.loads(gzip.decompress((tmp_path / "traces/step-1/rank-0.json.gz").read_bytes()))
+
+
+def test_ranks_trace_the_same_step_and_are_compared_from_the_folder(tmp_path):
+    def train(rank):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        meter = StepMeter(model, optimizer, trace_every=3, trace_folder=tmp_path)
+        for _ in range(3):
+            with meter.step():
+                if rank == 1:
+                    time.sleep(0.02)
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+        meter.close()
+        return meter.report().traced_step
+
+    assert run_ranks(2, train) == [2, 2]
+    together = explain(tmp_path / "step-2")
+    assert [one.rank for one in together.trace.ranks] == [0, 1]
+    assert together.trace.arrivals.straggler.rank == 1
 
 
 def test_close_finishes_the_last_trace():

@@ -64,7 +64,7 @@ class Held:
 
 
 def test_backward_goes_on_while_reductions_are_under_way(monkeypatch: pytest.MonkeyPatch):
-    """All five are held until backward is at its very end: a thread that waited for one would never get there."""
+    """All five are held until backward is at its end: a thread that waited for one would not get there."""
 
     def job(rank: int) -> tuple[float, int, list[str]]:
         held = Held(monkeypatch)
@@ -132,7 +132,7 @@ WHEN_READ = {
 
 
 def test_the_training_thread_waits_where_fsdp2_reads_the_result(monkeypatch: pytest.MonkeyPatch):
-    """Each reduction writes NaN first and its result a moment later: reading it early shows in the gradient."""
+    """Each reduction writes NaN first and its result later: reading it early shows in the gradient."""
 
     def job(rank: int) -> dict[str, Any]:
         held = Held(monkeypatch)

@@ -1,12 +1,15 @@
 """The table: bytes against a hand computation, and text that names every unit."""
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapkit as ok
 from overlapkit.parallel import describe
-from tests.parallel.models import gpt
+from tests.parallel.models import batch, gpt, loss_of
 from tests.ranks import run_ranks
 
 BLOCK = 7 + 7 + 13 * 7 + 13 + 7 * 13 + 7
@@ -60,6 +63,74 @@ def test_padding_follows_the_ranks_that_share():
 
     # The embedding has 11 rows of 7: 12 rows on 4 ranks as on 2.
     assert run_ranks(4, job) == [[4, 2, 12 * 7 * 4, 12 * 7 * 4]] * 4
+
+
+def _large() -> nn.Module:
+    """Like a decoder of 8 billion parameters; on the meta device it takes no memory."""
+    with torch.device("meta"):
+        model = gpt(2)
+        model.embed, model.head = nn.Embedding(128_256, 4096), nn.Linear(4096, 128_256, bias=False)
+        model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4096, 50_001, bias=False)) for _ in range(32))
+    return model
+
+
+def test_a_laptop_plans_for_many_ranks():
+    rows = {row.name: row for row in describe(_large(), mp_policy="bf16", ranks=64).units}
+    block = -(-50_001 // 64) * 64 * 4096
+    assert rows["blocks.7"].gathered == 2 * block
+    assert rows["blocks.7"].reduced == 4 * block
+    assert rows["blocks.7"].kept == 4 * block // 64
+    assert (rows["blocks.7"].all_reduced, rows["blocks.7"].reshard) == (0, True)
+    copied = describe(_large(), mp_policy="bf16", ranks=(8, 8))
+    block = -(-50_001 // 8) * 8 * 4096
+    assert (copied.ranks, copied.copies) == (8, 8)
+    assert copied.units[8].all_reduced == 4 * block // 8
+    last = str(copied).splitlines()[-1]
+    gathered = sum(row.gathered for row in copied.units)
+    again = sum(row.gathered for row in copied.units if row.name.startswith("blocks"))
+    assert last == (
+        f"On 8 x 8 ranks, a step gathers {gathered / 2**20:,.3f} MiB in forward and {again / 2**20:,.3f} in "
+        f"backward, and reduces {2 * gathered / 2**20:,.3f} and {gathered / 4 / 2**20:,.3f} between copies."
+    )
+    assert "all-reduced MiB" in str(copied).splitlines()[0]
+
+
+@pytest.mark.parametrize("shape", [(64,), (8, 8)])
+def test_ranks_mean_what_a_mesh_of_that_shape_means(shape: tuple[int, ...]):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    try:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "share")[-len(shape) :])
+        planned = describe(gpt(), ranks=shape if len(shape) == 2 else 64)
+        assert describe(gpt(), mesh) == planned
+        model = ok.shard(gpt(), mesh)
+        loss_of(model, batch(0)).backward()
+        found = [(span.name, span.bytes) for span in model.timings() if span.bytes is not None]
+        row = planned.units[1]
+        assert (f"all_gather {row.name}", row.gathered) in found
+        assert (f"reduce_scatter {row.name}", row.reduced) in found
+        assert ((f"all_reduce {row.name}", row.all_reduced) in found) == (len(shape) == 2)
+        kept = sum(p.to_local().untyped_storage().nbytes() for p in model.blocks[0].parameters())
+        assert kept == row.kept
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+BAD_RANKS = [
+    ({"ranks": 0}, "ranks=0: give a number of ranks, or"),
+    ({"ranks": True}, "ranks=True"),
+    ({"ranks": (2,)}, r"ranks=\(2,\)"),
+    ({"ranks": (2, 2, 2)}, "ranks="),
+    ({"ranks": 4, "reshard": 3}, "reshard=3: .* divide the 4 ranks"),
+    ({"ranks": 4, "mesh": "cpu"}, "mesh and ranks=4 are both given"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_RANKS)
+def test_bad_ranks(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        describe(gpt(), **options)
 
 
 def test_after_sharding_it_tells_what_was_done():

@@ -1,4 +1,4 @@
-"""Direct sends: values, order of summation, dtypes, and that a lost or silent rank is an error that names it."""
+"""Direct sends: values, the order of a sum, dtypes; a lost or silent rank is an error that names it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The schedule: options and what torch must have for them; number, order and bytes of collectives in large worlds."""
+"""The schedule: options and what torch must have for them; order and bytes of all collectives, by hand."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,7 +174,7 @@ def test_every_rank_gets_the_same_bits():
 
 
 def test_partial_sums_of_copies_are_not_rounded_between():
-    """fp32 parameters reduced in bf16: the shards' sum is rounded to bf16 once, the copies' once (#194628)."""
+    """fp32 parameters reduced in bf16: the sum of shards is rounded once, that of copies once (#194628)."""
 
     def job(rank: int) -> float:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

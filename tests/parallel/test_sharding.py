@@ -12,20 +12,6 @@ from overlapkit.parallel import describe
 from tests.parallel.models import gpt
 from tests.ranks import one_rank_group
 
-UNBUILT = [
-    {"recompute": "full"},
-    {"compile_blocks": True},
-    {"offload": True},
-    {"offload": 0},
-]
-
-
-@pytest.mark.parametrize("option", UNBUILT, ids=lambda option: next(iter(option)))
-def test_what_is_not_there_says_so(option: dict[str, Any]):
-    with pytest.raises(NotImplementedError, match=f"{next(iter(option))}=.* not there yet"):
-        ok.shard(gpt(), **option)
-
-
 BAD_OPTIONS = [
     ({"forward_prefetch": -1}, ValueError, "forward_prefetch=-1"),
     ({"forward_prefetch": True}, ValueError, "forward_prefetch=True"),

@@ -7,8 +7,10 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from overlapkit.parallel.shard_plan import ShardPlan
+from overlapkit.parallel import ShardPlan, describe
 from overlapkit.plan.buckets import fill_buckets
 from overlapkit.plan.choosing import WORTH, _shard_plans, choose
 from overlapkit.plan.failures import Failures
@@ -162,8 +164,8 @@ def test_the_chosen_plan_is_the_best_of_the_grid_or_the_default(link: Fabric) ->
     profile = made(blocks=4)
     job = Job(profile, link, 4)
     chosen = choose(profile, link, world=4)
-    ends = {plan: play(job, plan, "shard").end for plan in _shard_plans(profile)}
-    default = next(iter(_shard_plans(profile)))
+    ends = {plan: play(job, plan, "shard").end for plan in _shard_plans(job)}
+    default = next(iter(_shard_plans(job)))
     assert ends[chosen] <= ends[default]
     assert ends[chosen] <= min(ends.values()) * (1 + 2 * WORTH)
     if link is FAST:
@@ -171,9 +173,8 @@ def test_the_chosen_plan_is_the_best_of_the_grid_or_the_default(link: Fabric) ->
 
 
 def test_the_default_of_the_grid_is_what_an_empty_plan_plays() -> None:
-    profile = made()
-    default = next(iter(_shard_plans(profile)))
-    job = Job(profile, SLOW, 4)
+    job = Job(made(), SLOW, 4)
+    default = next(iter(_shard_plans(job)))
     assert play(job, default, "shard").end == play(job, ShardPlan(), "shard").end
 
 
@@ -261,3 +262,37 @@ def test_a_merged_unit_gathers_what_its_parts_did() -> None:
     pairs = itertools.pairwise(work_of(job, merged)[1:3])
     assert all(a.gather_bytes == b.gather_bytes == 8 * MIB for a, b in pairs)
     assert play(job, merged, "shard").exposed_s > 0
+
+
+def test_small_blocks_share_a_unit_as_shard_has_them() -> None:
+    units = [replace(unit, parameters=1 << 16) if unit.block else unit for unit in made(blocks=16).units]
+    profile = replace(made(), units=tuple(units))
+    names = [work.name for work in work_of(Job(profile, SLOW, 2), ShardPlan())]
+    blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(16))
+    shards = describe(_Called(blocks), ranks=2).units
+    assert names == ["embed", *(row.name for row in shards if row.name != "(root)"), "norm+head", "(root)"]
+
+
+class _Called(nn.Module):
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_an_embedding_is_not_gathered_again() -> None:
+    units = [replace(u, backward_needs=False) if u.name == "embed" else u for u in made().units]
+    job = Job(replace(made(), units=tuple(units)), SLOW, 2)
+    assert [work.regathers for work in work_of(job, ShardPlan())] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]

@@ -102,10 +102,14 @@ class Catalog:
                 if number == rank and part["rng"] is not None:
                     self.rng = dict(part["rng"])
                     decode(self.rng, _checked_name)
-        for saved in self.tensors.values() if self.whole else ():
+        for saved in self.tensors.values():
             boxes = [chunk.box for chunk in saved.chunks]
             alone = len(boxes) == 1 and boxes[0].shape == saved.shape  # mostly: nothing need be put together
-            if not alone and not tiles(boxes, Box.whole(saved.shape)):
+            if alone or (self.whole and tiles(boxes, Box.whole(saved.shape))):
+                continue
+            saved.chunks = _once(saved.chunks)
+            boxes = [chunk.box for chunk in saved.chunks]
+            if self.whole and not tiles(boxes, Box.whole(saved.shape)):
                 found, whole = sum(box.numel for box in boxes), math.prod(saved.shape)
                 raise DamagedCheckpoint(
                     f"{manifest.folder}: holds {found} of {whole} elements of {saved.name!r}, or some twice"
@@ -159,6 +163,11 @@ class DataFile:
     hash: str
     header_sum: Any
     sums: str
+
+
+def _once(chunks: list[Chunk]) -> list[Chunk]:
+    """Of equal boxes the first: tensor-parallel ranks write each what is split over the others only."""
+    return list({chunk.box: chunk for chunk in reversed(chunks)}.values())[::-1]
 
 
 def data_file(part: dict[str, Any], manifest: Manifest, path: Path) -> DataFile | None:

@@ -1,5 +1,6 @@
 """Runs every check on this rank, puts the ranks of a job together, and measures links where asked to."""
 
+import contextlib
 import dataclasses
 import socket
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from overlapkit.doctor.bounded import Late, bounded
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.diagnosis import Diagnosis
 from overlapkit.doctor.gpus import Gpus, Nvml
@@ -16,14 +18,15 @@ from overlapkit.doctor.line import Line, merged
 from overlapkit.doctor.link.group import group
 from overlapkit.doctor.link.judge import judge
 from overlapkit.doctor.link.local import measure_locally
-from overlapkit.doctor.link.measure import Figures, measure
+from overlapkit.doctor.link.measure import Figures, measure, quorum_of
 from overlapkit.doctor.link.measures import Measures, Plan, Wire
 from overlapkit.doctor.machine import Machine, Unreadable
 from overlapkit.doctor.subject import Place, Subject, Torch
 from overlapkit.doctor.watch import Watch
-from overlapkit.quorum import Quorum, RankFailed
+from overlapkit.quorum import RankFailed
 
 Progress = Callable[[int, int, str], None]
+_FOLDER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,13 @@ def examine(
     Raises:
         ValueError: A folder is none, a number is out of its range, or torchrun's variables make no sense.
     """
-    folders = storage.Folders(_folder("checkpoints", checkpoints), _folder("data", data))
     _check_numbers(workers=workers, ranks=ranks, seconds=seconds, timeout=timeout)
     tools = instruments or Instruments()
     subject = tools.subject()
     place = subject.place
+    folders = storage.Folders(*(None if one is None else Path(one) for one in (checkpoints, data)))
+    if place.world == 1:  # in a job a rank whose mount is missing has to say so with the others
+        _check_folders(folders)
     if ranks is not None and (not link or place.world > 1):
         raise ValueError(
             f"ranks={ranks}: it belongs to link=True outside of a job; torchrun sets the job's ranks"
@@ -181,7 +186,7 @@ def _among_ranks(
             lines += _links(subject, all_ranks, timeout, tools, progress, found, lines, hosts)
         elif link:
             lines.append(_no_links(f"{there} of {place.world} ranks are there"))
-        all_ranks.leave()
+        all_ranks.leave([rank for rank, one in enumerate(reports) if one is not None])
     except Unreadable as error:
         alone = str(error)
         lines.append(job.JOB.weak("ranks", alone, "the job cannot start", _LOOK_AT_0))
@@ -215,7 +220,7 @@ def _links(
     """The tree on rank 0; what failed on every rank."""
     try:
         with group(subject.place, all_ranks.store, timeout) as device:
-            quorum = Quorum("doctor", timeout)
+            quorum = quorum_of(subject.place.rank, timeout)
             figures: Figures = measure(
                 quorum, tools.wire(device, timeout), tools.plan(device == "cuda"), progress
             )
@@ -235,10 +240,11 @@ def _no_links(why: str) -> Line:
     )
 
 
-def _folder(argument: str, folder: str | Path | None) -> Path | None:
-    if folder is None:
-        return None
-    return Path(folder)
+def _check_folders(folders: storage.Folders) -> None:
+    for argument, folder in folders._asdict().items():
+        with contextlib.suppress(Late):  # its own check will say so
+            if folder is not None and not bounded(folder.is_dir, _FOLDER_S, argument):
+                raise ValueError(f"{argument}={str(folder)!r} is no folder here: give one that is there")
 
 
 def _check_numbers(workers: int | None, ranks: int | None, seconds: float, timeout: float) -> None:
@@ -248,5 +254,5 @@ def _check_numbers(workers: int | None, ranks: int | None, seconds: float, timeo
         raise ValueError(f"ranks={ranks}: a link has two ends; give 2 or more")
     if not 0 <= seconds <= 600:
         raise ValueError(f"seconds={seconds}: give 0 to 600")
-    if not 1 <= timeout <= 86400:
-        raise ValueError(f"timeout={timeout}: give 1 to 86400 seconds")
+    if not 0 < timeout <= 86400:
+        raise ValueError(f"timeout={timeout}: give seconds above 0, at most 86400")

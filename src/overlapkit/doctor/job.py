@@ -8,7 +8,7 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -113,14 +113,17 @@ class Job:
             why = _short(error)
         raise Unreadable(f"rank 0 is absent: {why}")
 
-    def leave(self, patience: float = 10.0) -> None:
-        """The last call: rank 0, which may serve the store, goes when all others have been told."""
+    def leave(self, there: Sequence[int]) -> None:
+        """The last call: rank 0, which may serve the store, goes when all others have been told.
+
+        Args:
+            there: On rank 0, the ranks that are not absent.
+        """
         with contextlib.suppress(RuntimeError):
             if self.place.rank:
                 self.store.set(self._key("left", self.place.rank), "")
-                return
-            others = [self._key("left", rank) for rank in range(1, self.place.world)]
-            await_keys(self.store, others, min(patience, self.timeout), lambda: not others)
+            elif others := [self._key("left", rank) for rank in there if rank]:
+                await_keys(self.store, others, min(10.0, self.timeout))
 
     def _key(self, key: str, rank: int) -> str:
         return f"{self._prefix}/{key}/{rank}"

@@ -1,8 +1,10 @@
 """Measurement: what each lane of a training step still exposes, and what would hide it."""
 
 from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport
+from overlapkit.measure.compare import Comparison
 from overlapkit.measure.garbage import collect_garbage
 from overlapkit.measure.meter import StepMeter
+from overlapkit.measure.progress import ProgressLine
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport
 from overlapkit.measure.tensorboard import TensorBoardWriter
@@ -10,8 +12,10 @@ from overlapkit.measure.traces.explain import explain
 from overlapkit.measure.traces.opening import TraceError
 
 __all__ = [
+    "Comparison",
     "HANG_EXIT_CODE",
     "HangReport",
+    "ProgressLine",
     "StepMeter",
     "StepRecord",
     "StepReport",

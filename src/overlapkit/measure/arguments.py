@@ -71,8 +71,7 @@ def check_live(on_report: object, on_log: object, progress: object) -> None:
     """What is told while training goes on.
 
     Raises:
-        TypeError: A listener is no callable, or `progress` neither a bool nor an int.
-        ValueError: `progress` is an int below 1.
+        TypeError: A listener is no callable, or `progress` neither a bool nor a ProgressLine.
     """
     for name, given, taking in (
         ("on_report", on_report, "a StepReport"),
@@ -80,8 +79,8 @@ def check_live(on_report: object, on_log: object, progress: object) -> None:
     ):
         if not isinstance(given, Sequence) or not all(callable(tell) for tell in given):
             raise TypeError(f"{name}={given!r}: give a list of callables, each taking {taking}")
-    if not isinstance(progress, bool):
-        check_count("progress", progress, "give a bool, or how many steps there will be")
+    if not isinstance(progress, bool) and not hasattr(progress, "step"):
+        raise TypeError(f"progress={progress!r}: give a bool or an overlapkit.measure.ProgressLine")
 
 
 def check_tracing(trace_every: int | None, trace_folder: object) -> None:
@@ -101,16 +100,18 @@ def check_tracing(trace_every: int | None, trace_folder: object) -> None:
         raise ValueError(f"trace_folder={str(trace_folder)!r} without trace_every: set trace_every=1000, say")
 
 
-def check_count(name: str, value: object, remedy: str = "give an int of at least 1") -> None:
-    """It is a number of things, at least one.
+def check_count(
+    name: str, value: object, remedy: str = "give an int of at least 1", *, least: int = 1
+) -> None:
+    """It is a number of things, at least `least`.
 
     Raises:
         TypeError: It is no int, or a bool.
-        ValueError: It is below 1.
+        ValueError: It is below `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r}: {remedy}")
-    if value < 1:
+    if value < least:
         raise ValueError(f"{name}={value}: {remedy}")
 
 

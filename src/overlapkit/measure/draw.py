@@ -20,6 +20,8 @@ _COLORS = {
     "exposed": "#d62728",
 }
 _NOTE = {"ha": "center", "va": "center", "fontsize": 8, "color": "#777777", "style": "italic"}
+_READY = "bucket ready"
+_MARK = {"linestyle": "none", "marker": 7, "markersize": 5, "color": "#111111"}  # 7: a caret that points down
 _LABELLED = 0.09  # share of the width below which a step's name would run into the next one's
 _LEGEND = ("forward", "backward", "optimizer", "beside the step", "exposed")
 
@@ -43,11 +45,15 @@ def save_drawing(
     rows = [(lane, kind, parts) for lane in LANES for kind, parts in _row(lane, traces, spans)]
     for lane, kind, parts in rows:
         _bars(axes, LANES.index(lane), intersect(union(parts), view), start, kind)
+    ready = [
+        (span.ready - start) / 1e6 for span in spans if span.ready is not None and start <= span.ready <= end
+    ]
+    axes.plot(ready, [LANES.index("communication") - 0.42] * len(ready), label=_READY, **_MARK)
     _frame(axes, traces, start, end)
     for lane, note in notes.items():
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         axes.text((end - start) / 2e6, LANES.index(lane), note, bbox=box, **_NOTE)
-    _legend(axes)
+    _legend(axes, marks=bool(ready))
     figure.savefig(path, format="png")
 
 
@@ -107,7 +113,10 @@ def _frame(axes: Any, traces: Sequence[Trace], start: int, end: int) -> None:
         )
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, *, marks: bool) -> None:
     patch = require("matplotlib.patches", "viz").Patch
     handles = [patch(color=_COLORS[kind], label=kind) for kind in _LEGEND]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=5, frameon=False)
+    handles += axes.lines[:1] if marks else []
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(handles), frameon=False
+    )

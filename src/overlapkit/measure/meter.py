@@ -32,7 +32,7 @@ from overlapkit.measure.ledger import Finished, Ledger
 from overlapkit.measure.live import Live
 from overlapkit.measure.logged import Tell
 from overlapkit.measure.phases import Phases
-from overlapkit.measure.progress import progress_line
+from overlapkit.measure.progress import ProgressLine, progress_line
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
 from overlapkit.measure.sources import Coverage
@@ -76,7 +76,7 @@ class StepMeter:
             cannot be done where torch.compile is at work.
         trace_every: Trace the last of each so many steps with torch.profiler, read the trace in the
             background, and let `report()` tell what it shows. A traced step is not measured.
-        trace_folder: Keep traces there, as rank-R-step-N.json.gz.
+        trace_folder: Keep traces there, as step-N/rank-R.json.gz.
         hang_timeout: Seconds without progress of any rank after which the job hangs (docs/meter.md): more
             than anything takes that is not in `pause()`. None watches nothing.
         on_hang: What to do then, once it is said on stderr who is missing: "exit" ends this process with
@@ -84,7 +84,7 @@ class StepMeter:
         on_report: Callables, given a StepReport after each 100 measured steps.
         on_log: Callables, given a step's number and the values that `log()` was given in it, once these
             have arrived. What a callable raises is warned of once, and training goes on.
-        progress: Show a progress line on rank 0; an int says how many steps there will be.
+        progress: Show a progress line on rank 0; a ProgressLine has options of its own.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -109,7 +109,7 @@ class StepMeter:
         on_hang: OnHang = "exit",
         on_report: Sequence[Callable[[StepReport], object]] = (),
         on_log: Sequence[Tell] = (),
-        progress: bool | int = False,
+        progress: bool | ProgressLine = False,
     ) -> None:
         check_parts(model, optimizer, loader, checkpointer)
         check_options(every, history, hang_timeout, on_hang)
@@ -123,7 +123,7 @@ class StepMeter:
         self._optimizer = optimizer
         self._every = every
         self._speed = {"peak_flops": peak_flops, "flops_per_token": flops_per_token}
-        self._live = Live(on_report, on_log, progress_line(progress, self._rank, world))
+        self._live = Live(on_report, on_log, progress_line(progress, self._rank))
         self._clock: Clock | None = None
         self._inside = threading.Lock()  # held inside a step
         self._index = 0  # of the step that is on, or of the next one

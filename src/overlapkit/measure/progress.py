@@ -4,6 +4,7 @@ On a terminal one line that is written over, at most twice a second; elsewhere (
 one plain line every ten seconds. Of several ranks only rank 0 has one.
 """
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from overlapkit.device import rank_and_world
+from overlapkit.measure.arguments import check_count
 from overlapkit.measure.record import StepRecord
 
 _REFRESH_S = 0.5
@@ -20,25 +23,36 @@ _SHOWN = 4  # of the logged names
 
 
 class ProgressLine:
-    """Shows where the loop stands.
+    """Shows where the loop stands: `StepMeter(progress=True)`, or `progress=ProgressLine(...)` for more.
+
+    Tokens a second are those of this rank times the ranks of the job.
 
     Args:
-        total: Steps that there will be, or None.
-        world: Ranks of the job: tokens are counted on this one, and shown for all.
-        console: Where to; the terminal, or stderr where that is none.
+        total: The number of the last step, for the time that is left; or None.
+        first_step: Added to the meter's step numbers: the step that a run was restored at.
+        console: Where to show it, in place of stderr.
         clock: Seconds.
+
+    Raises:
+        TypeError: `total` or `first_step` is no int.
+        ValueError: `total` is below 1, or `first_step` below 0.
     """
 
     def __init__(
         self,
-        total: int | None,
-        world: int,
+        total: int | None = None,
         *,
+        first_step: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if total is not None:
+            check_count("total", total, "give the number of the last step, or None")
+        check_count("first_step", first_step, "give an int of at least 0", least=0)
         self._total = total
-        self._world = world
+        self._first_step = first_step
+        self._world = rank_and_world()[1]
+        self._done = 0
         self._console = console or Console(stderr=True)
         self._clock = clock
         self._began: tuple[int, float] | None = None  # (steps done, when): before it a step may have compiled
@@ -51,11 +65,11 @@ class ProgressLine:
         """A step is over; shown where it is time to.
 
         Args:
-            done: Steps so far.
+            done: Steps of this run so far.
             records: Those that were measured.
             latest: Logged values by name.
         """
-        now = self._clock()
+        now, done = self._clock(), self._first_step + done
         if self._began is None:
             self._began = done, now
         if self._closed:
@@ -96,17 +110,24 @@ class ProgressLine:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         line = Text(text, no_wrap=True, overflow="ellipsis")
-        if self._live is None:  # what is printed meanwhile comes above it; no thread: steps refresh it
-            self._live = Live(line, console=self._console, auto_refresh=False)
+        if self._live is None:  # what is printed to a terminal meanwhile comes above it; what goes to a file
+            # stays there. No thread: steps refresh it.
+            self._live = Live(
+                line,
+                console=self._console,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
+            )
             self._live.start()
         self._live.update(line, refresh=True)
 
 
-def progress_line(progress: bool | int, rank: int, world: int) -> ProgressLine | None:
-    """The line that `StepMeter(progress=)` asks for."""
-    if not progress or rank:
+def progress_line(progress: bool | ProgressLine, rank: int) -> ProgressLine | None:
+    """The line that `StepMeter(progress=)` asks for, on rank 0."""
+    if rank or progress is False:
         return None
-    return ProgressLine(None if progress is True else progress, world)
+    return ProgressLine() if progress is True else progress
 
 
 def _rates(records: Sequence[StepRecord], world: int) -> Iterator[str]:

@@ -12,14 +12,18 @@ from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.advice import Finding, find
 from overlapkit.measure.answers import Answer, answer
 from overlapkit.measure.closeup import Seen
+from overlapkit.measure.compare import Comparison, Given, compare
 from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.draw import save_drawing
 from overlapkit.measure.ledger import Ledger, Trace
+from overlapkit.measure.noise import standard_error
+from overlapkit.measure.perfetto import Rank, save_perfetto
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.render import render, sentence
 from overlapkit.measure.speed import Speed
 from overlapkit.measure.summary import PartSummary, Window
 from overlapkit.measure.within import look_within
+from overlapkit.measure.written import replacing
 from overlapkit.span import Span
 
 if TYPE_CHECKING:
@@ -89,6 +93,7 @@ class StepReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: every field but the records, the verdict, and the versions it was made with.
 
+        `error_ms` has the standard error of each mean, for `compare`.
         Of a trace also `lanes_us` of the whole, `per_step`, `per_rank` and `arrivals`, in microseconds.
         """
         names = ("steps", "first_step", "last_step", "device", "rank", "world", "period_ms", "exposed_share")
@@ -98,13 +103,44 @@ class StepReport:
             "traced_step": self.traced_step,
             "trace_note": self.trace_note,
             "parts": {name: asdict(part) for name, part in self.parts.items()},
+            "error_ms": self._errors(),
             "answers": [asdict(one) for one in self.answers],
             "findings": [{**asdict(one), "fix": one.fix} for one in self.findings],
             "ranks": None if self.ranks is None else self.ranks.to_dict(),
-            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            "versions": _versions(),
             **({"detail": self.detail.to_dict()} if self.detail is not None else {}),
             **(self.trace.to_dict() if self.trace is not None else {}),
         }
+
+    def _errors(self) -> dict[str, float | None]:
+        fields = {"step": "period", **{part: part for part in self.parts}}
+        errors: dict[str, float | None] = {}
+        for name, field_ in fields.items():
+            times = [time / 1e6 for one in self.records if (time := getattr(one, field_, None)) is not None]
+            errors[name] = standard_error(times)
+        return errors
+
+    @staticmethod
+    def compare(before: Given, after: Given) -> Comparison:
+        """What became faster or slower from one report to another, and which findings are gone or new.
+
+        A difference counts where it is more than chance makes of the spread of the steps (once in a thousand
+        times), and more than 1 % of the step. What differs from run to run but not within one (another
+        node, a neighbour) is not in that spread.
+
+        Args:
+            before: A report, its `to_dict()`, or the name of the file that `save()` wrote.
+            after: Likewise.
+
+        Returns:
+            `str()` of it is a sentence and a table; `to_dict()` is plain JSON.
+
+        Raises:
+            TypeError: An argument is something else.
+            ValueError: A file holds no report, or a report covers no step.
+            OSError: A file cannot be read.
+        """
+        return compare(before, after)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write `to_dict()` as JSON.
@@ -115,8 +151,33 @@ class StepReport:
         """
         _check_path(path)
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        with replacing(path) as file:
+            file.write(text.encode() + b"\n")
+
+    def to_perfetto(self, path: str | PathLike[str]) -> None:
+        """Write the steps as a trace for ui.perfetto.dev (Chrome's trace events); packed if named .gz.
+
+        One process a rank (all ranks of an explained trace, on one clock), one track a lane; what a step
+        stood still for is on a track of its own beneath. Of a meter the steps of this report, at most the
+        last 100; of a trace its last 8 steps.
+
+        Raises:
+            TypeError: `path` is no path.
+            ValueError: No step has been recorded.
+            OSError: The file cannot be written; what was there is as it was.
+        """
+        _check_path(path)
+        if not self._traces:
+            raise ValueError("no step has been recorded yet: there is nothing to write")
+        save_perfetto(path, self._ranks(), {"verdict": self.verdict, **_versions()})
+
+    def _ranks(self) -> list[Rank]:
+        if self.trace is not None and self.traced_step is None:
+            return self.trace.shown()
+        first = self.first_step or 0
+        traces = [trace for trace in self._traces if trace.index >= first]
+        name = f"rank {self.rank} of {self.world} on {self.device}"
+        return [Rank(self.rank, name, traces, self._spans, self.records)]
 
     def plot(self, path: str | PathLike[str], *, steps: int = 3) -> None:
         """Draw the lanes over time for the last few steps, exposed parts marked, as PNG.
@@ -143,6 +204,10 @@ class StepReport:
             if (part := self.parts[lane]).mean_ms is None
         }
         save_drawing(path, self._traces[-steps:], self._spans, notes)
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": str(torch.__version__)}
 
 
 def _check_path(path: object) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from overlapkit.device import rank_and_world
 from overlapkit.extras import require
+from overlapkit.measure.arguments import check_count
 from overlapkit.measure.report import StepReport
 
 
@@ -22,7 +23,8 @@ class TensorBoardWriter:
         writer: Used in place of torch's SummaryWriter; then no directory is needed.
 
     Raises:
-        TypeError: Neither a directory nor a writer is given, or both.
+        TypeError: Neither a directory nor a writer is given, or both; or `first_step` is no int.
+        ValueError: `first_step` is below 0.
         ImportError: tensorboard is missing (the extra tensorboard).
     """
 
@@ -35,6 +37,7 @@ class TensorBoardWriter:
     ) -> None:
         if (directory is None) == (writer is None):
             raise TypeError(f"directory={directory!r}, writer={writer!r}: give one of the two")
+        check_count("first_step", first_step, "give an int of at least 0", least=0)
         self._first_step = first_step
         self._writer = None
         if rank_and_world()[0] == 0:

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 from overlapkit.lane import Lane, Ticket
 from overlapkit.measure.phases import Phases
 from overlapkit.measure.sources import Coverage
+from overlapkit.measure.written import replacing
 
 if TYPE_CHECKING:
     from overlapkit.measure.report import StepReport
@@ -38,7 +39,7 @@ class StepTracer:
 
     Args:
         every: Steps; the last of each so many is traced.
-        folder: Where traces are kept, as rank-R-step-N.json.gz; None keeps none.
+        folder: Where traces are kept, as step-N/rank-R.json.gz; None keeps none.
         rank: Of this process.
         phases: Of the meter, whose step is then not measured.
         coverage: Knows the device.
@@ -95,7 +96,7 @@ class StepTracer:
         if whole:
             self._note = None
             self._reading = self._lane.submit(
-                partial(_analyse, profiler, self._folder, f"rank-{self._rank}-step-{step}")
+                partial(_analyse, profiler, self._folder, f"step-{step}/rank-{self._rank}.json.gz")
             )
 
     def fold(self, report: "StepReport") -> "StepReport":
@@ -173,21 +174,14 @@ def _analyse(profiler: Any, folder: Path | None, name: str) -> "StepReport":
     from overlapkit.measure.traces.explain import explain
 
     with tempfile.TemporaryDirectory(prefix="overlapkit-trace-") as temporary:
-        path = Path(temporary) / f"{name}.json"
+        path = Path(temporary) / "rank.json"
         profiler.export_chrome_trace(str(path))
         if folder is not None:
-            _keep(path, folder)
+            kept = folder / name
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("rb") as plain, replacing(kept) as packed:
+                shutil.copyfileobj(plain, packed)
         return explain(path)
-
-
-def _keep(path: Path, folder: Path) -> None:
-    import gzip
-
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{path.name}.gz"
-    with path.open("rb") as plain, gzip.open(part, "wb", compresslevel=1) as packed:
-        shutil.copyfileobj(plain, packed)
-    part.replace(folder / f"{path.name}.gz")
 
 
 def _fold(report: "StepReport", step: int, traced: "StepReport", note: str | None) -> "StepReport":

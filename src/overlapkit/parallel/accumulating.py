@@ -59,7 +59,8 @@ def accumulate(
     Raises:
         TypeError: An argument is of a wrong type.
         ValueError: `defer` is not allowed, there are no microbatches, or not as many on every rank; raised
-            on every rank, at the latest before the second microbatch.
+            on every rank, at the latest before the second microbatch. (Where a rank has none at all, FSDP2's
+            forward fails on the others, as it does when a rank is gone.)
         CollectiveFailed: A rank did not take part within the process group's timeout.
     """
     if not isinstance(model, nn.Module):

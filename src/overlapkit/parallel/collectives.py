@@ -48,8 +48,10 @@ class _Collective:
             self._streams.append(torch.cuda.current_stream(device))
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _on_host(self, nbytes: int, begin: Callable[[], Callable[[], None]]) -> Pending:
-        return self._traffic.begin(self._kind, self.label, nbytes, begin)
+    def _on_host(
+        self, group: dist.ProcessGroup, nbytes: int, begin: Callable[[], Callable[[], None]]
+    ) -> Pending:
+        return self._traffic.begin(self._kind, self.label, group, nbytes, begin)
 
     def _on_stream(self, stream: torch.cuda.Stream, nbytes: int, queue: Callable[[], Any]) -> Any:
         """Queue it and time it; its buffer was last filled on the first of the streams that asked for one."""
@@ -104,7 +106,7 @@ class AllGather(_Collective):
                 return exchange.gather(output_tensor, input_tensor, group, self._tag)
             return queue(async_op=True).wait  # type: ignore[no-any-return]
 
-        return self._on_host(output_tensor.nbytes, begin)
+        return self._on_host(group, output_tensor.nbytes, begin)
 
     def _queued(self, stream: torch.cuda.Stream, nbytes: int, work: dist.Work) -> dist.Work:
         """Time what runs on the backend's own stream, by a stream that only waits for it."""
@@ -180,7 +182,7 @@ class ReduceScatter(_Collective):
             return queue(async_op=True).wait  # type: ignore[no-any-return]
 
         self._traffic.make_room()
-        pending = self._on_host(input_tensor.nbytes, begin)
+        pending = self._on_host(group, input_tensor.nbytes, begin)
         if op == dist.ReduceOp.AVG and self._only_named(output_tensor.dtype):
             self._traffic.wait_late(pending)
         else:

@@ -49,7 +49,7 @@ def parse_options(options: Any) -> dict[str, Any] | None:
 
     Raises:
         TypeError: It is neither a bool nor a mapping.
-        ValueError: torch.compile does not take one of them.
+        ValueError: torch.compile refuses them.
     """
     if isinstance(options, bool):
         return {} if options else None
@@ -64,4 +64,12 @@ def parse_options(options: Any) -> dict[str, Any] | None:
                 f"compile_blocks={dict(options)!r}: torch.compile takes no {name!r}; it takes "
                 + ", ".join(sorted(known))
             )
+    try:
+        torch.compile(_probe, **options)  # checks values, and compiles nothing before it is called
+    except Exception as error:
+        raise ValueError(f"compile_blocks={dict(options)!r}: {error}") from error
     return dict(options)
+
+
+def _probe() -> None:
+    pass

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from overlapkit.parallel.merging import gathered_dtype
 from overlapkit.parallel.tensor_parallel import local_part
-from overlapkit.parallel.units import Unit
+from overlapkit.parallel.units import Unit, backward_ends
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def describe_units(
         reduce_dtype: Dtype in which gradients are reduced; None for that of the gathered parameters.
     """
     rows = []
-    for unit, (ahead, behind) in zip(units, order, strict=True):
+    end = backward_ends(units)
+    for place, (unit, (ahead, behind)) in enumerate(zip(units, order, strict=True)):
         parameters = unit.parameters.values()
         padded = {p: _padded(p, shards) for p in parameters}
         gathered = {p: gathered_dtype(p, param_dtype) for p in parameters}
@@ -137,7 +138,7 @@ def describe_units(
                 reduced=reduced,
                 all_reduced=reduced // shards if copies > 1 else 0,
                 reshard=unit.reshard,
-                regathers=unit.regathers,
+                regathers=unit.regathers and place >= end,
                 forward_prefetch=tuple(units[place].name for place in ahead),
                 backward_prefetch=tuple(units[place].name for place in behind),
             )

@@ -38,8 +38,9 @@ class EarlyUnshard:
         self._group = group
         self._handle: Any = None
         self._given: list[torch.Tensor] = []
+        before_forward = torch.compiler.disable(self._before_forward)  # no graph can hold it
         for module in modules:
-            module.register_forward_pre_hook(self._before_forward, prepend=True)
+            module.register_forward_pre_hook(before_forward, prepend=True)
         here = weakref.ref(self)
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

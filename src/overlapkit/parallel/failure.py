@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -43,8 +43,10 @@ class Roll:
         self._key = f"overlapkit/roll/{group.group_name}"
         self._verdict: str | None = None
         self._once = threading.Lock()
-        if len(self._ranks) > 1:
-            self._job = Quorum("failures")
+        self._job: Quorum | None = None
+        with suppress(RuntimeError):  # a store that cannot be asked twice at once, as of torch's fake group
+            self._job = Quorum("failures") if len(self._ranks) > 1 else None
+        if self._job is not None:
             signed = {"where": _where(), "pid": os.getpid()}
             self._job.store.set(f"overlapkit/pid/{self._rank}", json.dumps(signed))
 
@@ -67,10 +69,12 @@ class Roll:
         """
         with self._once:  # several buckets fail at once, each in a thread of the backend
             if self._verdict is None:
-                self._verdict = self._call(f"{what}: {error}") if len(self._ranks) > 1 else ""
+                self._verdict = self._call(f"{what}: {error}")
         return CollectiveFailed(f"{what} failed on rank {self._rank}{self._verdict} ({error})")
 
     def _call(self, text: str) -> str:
+        if self._job is None:
+            return ""
         try:
             return self._answers(self._job.store, text)
         except RuntimeError as lost:  # rank 0 may serve the store
@@ -89,8 +93,8 @@ class Roll:
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
-        silent = [rank for rank, key in others.items() if rank not in ended and not store.check([key])]
-        return _verdict(store, others, before, ended, silent)
+        said = {rank: store.get(key).decode() for rank, key in others.items() if store.check([key])}
+        return _verdict(set(others) - set(said), ended, said, before)
 
     def _ended(self, store: Any, ranks: set[int]) -> set[int]:
         """Those of the ranks whose process was on this machine and is no more."""
@@ -116,20 +120,28 @@ def is_of_backend(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or re.search(r"gloo/|NCCL", str(error)) is not None
 
 
-def _verdict(store: Any, others: dict[int, str], before: bool, ended: set[int], silent: list[int]) -> str:
-    said = [rank for rank, key in others.items() if rank not in ended and rank not in silent]
+def _verdict(silent: set[int], ended: set[int], said: dict[int, str], before: bool) -> str:
+    """What is known of the other ranks, as the rest of a sentence.
+
+    Args:
+        silent: Those that did not report a failure.
+        ended: Those whose process has ended, perhaps after a report.
+        said: The others' reports.
+        before: Whether all of them were there before this rank failed.
+    """
     parts = []
-    if ended:
-        parts.append(f"; {_listed(ended)} ended, look at its log first")
-    if silent:
+    if silent & ended:
+        parts.append(f"; {_listed(silent & ended)} ended, look at its log first")
+    if silent - ended:
         parts.append(
-            f"; {_listed(silent)} did not report a failure within {ROLL_S:g} s: late, blocked elsewhere, "
-            "or on a machine that is gone"
+            f"; {_listed(silent - ended)} did not report a failure within {ROLL_S:g} s: late, blocked "
+            "elsewhere, or on a machine that is gone"
         )
     if before:
         parts.append("; every other rank had failed before: this one was late, or cut off")
     if said:
-        parts.append(f"; rank {said[0]} says: {store.get(others[said[0]]).decode(errors='replace')}")
+        first = min(said)
+        parts.append(f"; rank {first} says: {said[first]}")
     return "".join(parts)
 
 

@@ -2,25 +2,27 @@
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn as nn
 
+from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
 from overlapkit.parallel.merging import MIN_UNIT_MB
 from overlapkit.parallel.meshes import must_agree
-from overlapkit.parallel.preconditions import check_unbuilt
+from overlapkit.parallel.offload import resolve_offload
+from overlapkit.parallel.preconditions import check_holders
 from overlapkit.parallel.schedule import Schedule, first
-from overlapkit.parallel.shard_plan import ShardPlan
+from overlapkit.parallel.shard_plan import ShardPlan, fill
 from overlapkit.parallel.sharding import Sharding
 from overlapkit.parallel.thawing import train_later
 from overlapkit.parallel.units import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -37,9 +39,9 @@ def shard(
     forward_prefetch: int = 1,
     backward_prefetch: int = 1,
     reshard: bool | int | str = "auto",
-    recompute: None = None,
-    compile_blocks: bool = False,
-    offload: bool = False,
+    recompute: str | None = None,
+    compile_blocks: bool | Mapping[str, Any] = False,
+    offload: "bool | OffloadPolicy" = False,
     ignored: Iterable[Any] = (),
     min_unit_mb: float = MIN_UNIT_MB,
     reduce_unused: bool | None = None,
@@ -48,14 +50,14 @@ def shard(
     separate_reduce_scatter: bool = False,
     comm_memory: str | None = None,
 ) -> M:
-    """Shard a model over the ranks of a mesh with FSDP2, in place, and return it.
+    """Recompute, compile and shard a model over the ranks of a mesh with FSDP2, in place, and return it.
 
     Call it before the optimizer is made, with the same weights on every rank (seed alike): each rank
     keeps its part of its own weights, nothing is broadcast. Parameters are moved to the mesh's device,
     as fully_shard does. `describe` shows what will happen.
 
-    A process without a process group (no torchrun) has nobody to share with: the model comes back
-    unchanged, so that one script serves one process and many.
+    A process without a process group (no torchrun) has nobody to share with: only recomputation and
+    compilation are applied then, so that one script serves one process and many.
 
     The model gets an attribute `timings`: a callable that returns the `Span`s of the collectives that
     finished since its last call. Those of "all_gather UNIT", "reduce_scatter UNIT" and, on a 2-D mesh,
@@ -82,12 +84,14 @@ def shard(
             0 leaves it to FSDP2.
         backward_prefetch: How many preceding units' all-gathers a unit starts in backward; 0 for none.
         reshard: Whether parameters are freed between forward and backward. "auto": blocks and embedding
-            are; the projection, needed first in backward, and the root are not (and are freed after a
-            forward without gradients). True or False: all units alike. A number: blocks stay gathered
-            among that many ranks. Without a process group nothing is freed, and any of these is right.
-        recompute: Not there yet.
-        compile_blocks: Not there yet; call `block.compile()` on each block before this.
-        offload: Not there yet.
+            are; the projection, needed first in backward, and the root are not. True or False: all units
+            alike. A number: they stay gathered among that many ranks. After a forward without gradients all
+            are freed. Without a process group nothing is freed, and any of these is right.
+        recompute: "none", "full", "every:N" or "selective": see `recompute`. Each unit is gathered as often
+            as without.
+        compile_blocks: True, or a dict of torch.compile's keyword arguments: see `compile_blocks`.
+        offload: True to keep parameters, gradients and so optimizer state in host memory, pinned where the
+            mesh is on a GPU, or an OffloadPolicy. Clipping then needs a process group with a CPU backend.
         ignored: Parameters, modules or names of either that stay as they are: not sharded, moved, or
             reduced.
         min_unit_mb: With units="auto", neighbouring blocks of one list share a unit until it gathers so many
@@ -115,9 +119,10 @@ def shard(
         ValueError: An argument's value or the model's state forbids it; the message says what to do.
         RuntimeError: WORLD_SIZE is set above 1 and there is no process group, or this torch is too old for
             an option.
-        NotImplementedError: An option that is not there yet is set.
     """
-    check_unbuilt(recompute=recompute, compile_blocks=compile_blocks, offload=offload)
+    policy = fill(plan, recompute=(recompute, None))["recompute"]
+    recomputing.parse_policy(policy)
+    compiling.parse_options(compile_blocks)
     schedule = Schedule(reduce_scatter_buffers, separate_reduce_scatter, comm_memory, unshard_early)
     sharding = Sharding.of(
         "shard",
@@ -134,23 +139,28 @@ def shard(
         reduce_unused=reduce_unused,
     )
     schedule.check(sharding.mesh)
-    if sharding.mesh is None:
-        if mp_policy is not None:
-            raise ValueError(
-                f"mp_policy={mp_policy!r} needs a process group, and this process has none: launch with "
-                "torchrun (--nproc-per-node 1 for one), or use torch.autocast"
-            )
-        return model
-    if hasattr(model, "timings"):
+    offload_policy = resolve_offload(offload, sharding.mesh)
+    check_holders(model, "shard")
+    if sharding.mesh is None and mp_policy is not None:
+        raise ValueError(
+            f"mp_policy={mp_policy!r} needs a process group, and this process has none: launch with "
+            "torchrun (--nproc-per-node 1 for one), or use torch.autocast"
+        )
+    if sharding.mesh is not None and hasattr(model, "timings"):
         raise ValueError("model has an attribute 'timings' already: rename it, shard puts its own there")
     description = sharding.description()
-    must_agree(
-        sharding.mesh,
-        hashlib.sha256(repr(description).encode()).hexdigest(),
-        "what shard is to do",
-        "give it the same model, options and plan on every rank",
-    )
-    _apply(sharding, schedule)
+    if sharding.mesh is not None:
+        must_agree(
+            sharding.mesh,
+            hashlib.sha256(repr((description, policy)).encode()).hexdigest(),
+            "what shard is to do",
+            "give it the same model, options and plan on every rank",
+        )
+    recomputing.recompute(model, policy)
+    compiling.compile_blocks(model, compile_blocks)
+    if sharding.mesh is None:
+        return model
+    _apply(sharding, schedule, offload_policy)
     if sharding.freed_after_inference:
         _free_after_inference(model, sharding.freed_after_inference)
     _done[model] = description
@@ -189,7 +199,7 @@ def describe(
         ranks: Plan for so many ranks, or for (copies, shards) of a 2-D mesh, without a process group.
 
     Raises:
-        TypeError: As `shard` does; so are ValueError, RuntimeError and NotImplementedError.
+        TypeError: As `shard` does; so are ValueError and RuntimeError.
     """
     if mesh is not None and ranks is not None:
         raise ValueError(f"mesh and ranks={ranks!r} are both given: leave one out")
@@ -211,8 +221,8 @@ def describe(
     ).description()
 
 
-def _apply(sharding: Sharding, schedule: Schedule) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def _apply(sharding: Sharding, schedule: Schedule, offload: "OffloadPolicy | None") -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Inner before outer: a call takes what no earlier call has taken.
     for unit in sorted(sharding.units, key=_size):
@@ -221,6 +231,7 @@ def _apply(sharding: Sharding, schedule: Schedule) -> None:
             mesh=sharding.mesh,
             reshard_after_forward=unit.reshard,
             mp_policy=sharding.policy or MixedPrecisionPolicy(),
+            offload_policy=offload or OffloadPolicy(),
             ignored_params=sharding.ignored or None,
         )
         if unit.reshard and not unit.regathers:
@@ -247,4 +258,4 @@ def _free_after_inference(model: nn.Module, units: Sequence[Unit]) -> None:
             for each in kept:
                 each.reshard()
 
-    model.register_forward_hook(free)
+    model.register_forward_hook(torch.compiler.disable(free))  # no graph can hold it

@@ -39,12 +39,17 @@ def merge_small(
         param_dtype: Dtype in which floating-point parameters are gathered; None for their own.
     """
     sizes = [gathered_bytes(block[1], param_dtype) if block is not None else 0 for block in blocks]
-    least = min(least_mb * 2**20, sum(sizes) / LEAST_SHARE)
+    least = least_bytes(least_mb, sizes)
     units: list[Group] = []
     for kind, run in groupby(zip(blocks, sizes, strict=True), key=lambda each: _kind(each[0])):
         if kind is not None:
-            units += _filled([(block[0], size) for block, size in run if block is not None], least)
+            units += filled([(block[0], size) for block, size in run if block is not None], least)
     return units
+
+
+def least_bytes(least_mb: float, sizes: Sequence[int]) -> float:
+    """What a unit must gather at least, where the blocks gather so many bytes each."""
+    return min(least_mb * 2**20, sum(sizes) / LEAST_SHARE)
 
 
 def gathered_bytes(parameters: dict[str, nn.Parameter], param_dtype: torch.dtype | None) -> int:
@@ -67,7 +72,8 @@ def _kind(block: tuple[str, dict[str, nn.Parameter]] | None) -> tuple[str, froze
     return name.rpartition(".")[0], trained
 
 
-def _filled(run: list[tuple[str, int]], least: float) -> list[Group]:
+def filled(run: Sequence[tuple[str, int]], least: float) -> list[Group]:
+    """Units of neighbours, by name and bytes, of at least so many bytes each."""
     units: list[Group] = []
     size = 0
     for name, nbytes in run:

@@ -48,9 +48,10 @@ def resolve_offload(offload: Any, mesh: "DeviceMesh | None") -> "OffloadPolicy |
 def _warn_without_host_backend() -> None:
     import torch.distributed as dist
 
-    if "cpu" not in dist.get_backend_config():
+    backends = dist.get_backend_config()
+    if "cpu" not in backends:
         warn(
-            f"offload: the process group has the backend {dist.get_backend_config()!r} only, so that norms of "
-            "gradients in host memory cannot be reduced over the ranks, and clipping fails: "
-            "init_process_group('cpu:gloo,cuda:nccl'), or without naming a backend"
+            f"offload: the process group's backends are {backends!r}, none for the CPU: norms of gradients "
+            "in host memory cannot be reduced over the ranks, so clipping fails. Give "
+            "init_process_group('cpu:gloo,cuda:nccl'), or no backend at all"
         )

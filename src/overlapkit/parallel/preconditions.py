@@ -92,17 +92,6 @@ def _holders(parameters: set[int]) -> Iterator[Any]:
             yield each
 
 
-def check_unbuilt(**options: Any) -> None:
-    """Refuse options of the final signature that do nothing yet.
-
-    Raises:
-        NotImplementedError: One is set.
-    """
-    for name, value in options.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(f"{name}={value!r} is not there yet in this version; leave it out")
-
-
 def _check_parameter(name: str, parameter: nn.Parameter, whole: bool) -> None:
     if torch.nn.parameter.is_lazy(parameter):
         raise ValueError(f"parameter {name} has no shape yet: run the lazy modules once before this call")

@@ -50,7 +50,7 @@ def recompute(model: M, policy: str | None, *, blocks: str | Sequence[Any] = "au
         chosen = find_blocks(model, blocks, f"recompute={policy!r}")
         _refuse(model, chosen)
         for block in list(chosen.values())[::every]:
-            block.forward = Recomputed(block, vars(block).get("forward"), selective)  # type: ignore[method-assign]
+            block.forward = Recomputed(block, vars(block).get("forward"), selective)
     return model
 
 
@@ -120,23 +120,28 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Statistics:
-    """Keeps running statistics from being updated by the forward in backward: they are away meanwhile."""
+    """Lets the forward in backward update copies of running statistics: the first one updated them already.
+
+    Args:
+        norms: The modules that have them.
+        inner: Entered as well.
+    """
 
     def __init__(self, norms: list[nn.Module], inner: AbstractContextManager[Any]) -> None:
         self._norms = norms
         self._inner = inner
-        self._buffers: list[dict[str, Any]] = []
+        self._kept: list[dict[str, Any]] = []
 
     def __enter__(self) -> None:
-        self._inner.__enter__()
-        self._buffers = [{name: norm._buffers[name] for name in _STATISTICS} for norm in self._norms]
-        for norm in self._norms:
-            norm._buffers.update(dict.fromkeys(_STATISTICS))
+        self._kept = [{name: norm._buffers[name] for name in _STATISTICS} for norm in self._norms]
+        for norm, kept in zip(self._norms, self._kept, strict=True):
+            norm._buffers.update({name: None if it is None else it.clone() for name, it in kept.items()})
+        self._inner.__enter__()  # last: it does not expect these operations
 
     def __exit__(self, *error: Any) -> None:
-        for norm, buffers in zip(self._norms, self._buffers, strict=True):
-            norm._buffers.update(buffers)
         self._inner.__exit__(*error)
+        for norm, kept in zip(self._norms, self._kept, strict=True):
+            norm._buffers.update(kept)
 
 
 def _refuse(model: nn.Module, chosen: dict[str, nn.Module]) -> None:

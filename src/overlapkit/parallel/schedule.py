@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
+from overlapkit.parallel.forward_only import prefetch_in_forward
 from overlapkit.parallel.units import Unit, prefetch_order
 
 if TYPE_CHECKING:
@@ -132,13 +133,14 @@ def first(unit: Unit) -> "FSDPModule":
 
 def _set_prefetch(sharding: "Sharding") -> None:
     order = prefetch_order(sharding.units, sharding.forward_prefetch, sharding.backward_prefetch)
-    for unit, (ahead, behind) in zip(sharding.units, order, strict=True):
-        if ahead:
-            first(unit).set_modules_to_forward_prefetch([first(sharding.units[place]) for place in ahead])
+    units = [first(unit) for unit in sharding.units]
+    prefetch_in_forward(
+        sharding.model,
+        [(units[place], [units[n] for n in ahead]) for place, (ahead, _) in enumerate(order) if ahead],
+    )
+    for unit, (_, behind) in zip(units, order, strict=True):
         # An empty list would mean FSDP2's own choice; a unit that prefetches itself does nothing.
-        first(unit).set_modules_to_backward_prefetch(
-            [first(sharding.units[place]) for place in behind] or [first(unit)]
-        )
+        unit.set_modules_to_backward_prefetch([units[place] for place in behind] or [unit])
 
 
 def _finders(model: nn.Module, unit: Unit) -> dict[str, Callable[[], torch.Tensor]]:

@@ -120,7 +120,7 @@ class Sharding:
             copies,
             shards,
             reduce_unused,
-            [] if reshard is False else [unit for unit in resolved if unit.reshard is not True],
+            [unit for unit in resolved if unit.reshard is not True],
         )
 
     def description(self) -> Description:

@@ -4,8 +4,9 @@ FSDP2 tells nobody how its switches stand, over which ranks it averages, or what
 read from its state here, and nowhere else.
 """
 
+import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,37 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 _Averaging = tuple[list[dist.ProcessGroup], float | None, torch.device]
-_ON = (True, True, True)  # reduce, all-reduce across groups, free parameters after backward
+
+
+class Switches(NamedTuple):
+    """How an FSDP2 module stands.
+
+    Attributes:
+        reduce: Whether backward reduces gradients at all.
+        all_reduce: Whether between the copies of a 2-D mesh, too.
+        free: Whether backward frees parameters.
+        finish: Whether the end of backward waits for what is being reduced.
+    """
+
+    reduce: bool = True
+    all_reduce: bool = True
+    free: bool = True
+    finish: bool = True
+
+    @classmethod
+    def of(cls, module: Any) -> "Switches":
+        """As they are."""
+        finish = module._get_fsdp_state()._state_ctx.is_last_backward
+        for group in _groups(module):
+            return cls(group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward, finish)
+        return cls(finish=finish)
+
+    def set(self, module: Any) -> None:
+        """Set them so."""
+        module.set_requires_gradient_sync(self.reduce, recurse=False)  # sets both
+        module.set_requires_all_reduce(self.all_reduce, recurse=False)
+        module.set_reshard_after_backward(self.free, recurse=False)
+        module.set_is_last_backward(self.finish)
 
 
 class Synchronizers:
@@ -44,27 +75,36 @@ class Synchronizers:
         self._replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
         sharded = [module for module in modules if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
         self._sharded: list[Any] = list({id(module._get_fsdp_state()): module for module in sharded}.values())
-        self._was = [_switches(module) for module in self._sharded]
+        self._was = [Switches.of(module) for module in self._sharded]
         self._synced = [replica.require_backward_grad_sync for replica in self._replicas]
+        self._hooks: list[Any] = []
         self.groups, self.divisor, self.device = self._averaging()
 
     def set(self, *, first: bool, last: bool, defer: str) -> None:
         """Set the switches for the next forward and backward."""
+        now = last or defer == "none"
         for replica, before in zip(self._replicas, self._synced, strict=True):
             # torch fails where a static graph's very first backward is not synchronised
             unseen = replica.static_graph and not replica._static_graph_delay_allreduce_enqueued
-            replica.require_backward_grad_sync = before and (last or defer == "none" or (first and unseen))
-        for module, (reduce, all_reduce, free) in zip(self._sharded, self._was, strict=True):
-            now = last or defer == "none"
-            kept = not last and _stays_gathered(module)
-            _switch(module, reduce and (now or defer == "all_reduce"), all_reduce and now, free and not kept)
+            replica.require_backward_grad_sync = before and (now or (first and unseen))
+        for module, was in zip(self._sharded, self._was, strict=True):
+            if last:
+                self._hooks += [hook for group in _groups(module) for hook in _widen_late(group)]
+            Switches(
+                reduce=was.reduce and (now or defer == "all_reduce"),
+                all_reduce=was.all_reduce and now,
+                free=was.free and (last or not _stays_gathered(module)),
+                finish=was.finish and last,  # a reduction may go on during the next forward
+            ).set(module)
 
     def restore(self) -> None:
         """Set every switch as it was found."""
         for replica, before in zip(self._replicas, self._synced, strict=True):
             replica.require_backward_grad_sync = before
-        for module, switches in zip(self._sharded, self._was, strict=True):
-            _switch(module, *switches)
+        for module, was in zip(self._sharded, self._was, strict=True):
+            was.set(module)
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def drop(self, *, synchronised: bool) -> None:
         """Forget gradients that were not averaged, after a backward too few.
@@ -121,18 +161,6 @@ def _averages(group: Any) -> _Averaging:
     return found, group.gradient_divide_factor, group.device
 
 
-def _switches(module: Any) -> tuple[bool, bool, bool]:
-    for group in _groups(module):
-        return group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward
-    return _ON
-
-
-def _switch(module: Any, reduce: bool, all_reduce: bool, free: bool) -> None:
-    module.set_requires_gradient_sync(reduce, recurse=False)  # sets both
-    module.set_requires_all_reduce(all_reduce, recurse=False)
-    module.set_reshard_after_backward(free, recurse=False)
-
-
 def _stays_gathered(module: Any) -> bool:
     """Whether its parameters stay between forward and backward: then there is room for them always."""
     return all(group.post_forward_mesh_info is None for group in _groups(module))
@@ -144,3 +172,25 @@ def _forget(group: Any) -> None:
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
+
+
+def _widen_late(group: Any) -> list[Any]:
+    """Let gradients that come with the last microbatch alone be accumulated as those before them.
+
+    FSDP2 keeps gradients of earlier ones in the reduction's dtype, and refuses to reduce them together with
+    others in the parameters' (pytorch#196996): such are in a unit whose parameters are not all used always.
+    """
+    waiting = [it for it in group.fsdp_params if it.unsharded_accumulated_grad is None]
+    if len(waiting) == len(group.fsdp_params):
+        return []
+
+    def widen(parameter: nn.Parameter, of: Any) -> None:
+        assert parameter.grad is not None
+        of.unsharded_accumulated_grad = parameter.grad.to(of.reduce_dtype)
+        parameter.grad = None
+
+    trained = [it for it in waiting if it.sharded_param.requires_grad]
+    return [
+        it._unsharded_param.register_post_accumulate_grad_hook(functools.partial(widen, of=it))
+        for it in trained
+    ]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from overlapkit.lane import Lane, Ticket
+from overlapkit.parallel.failure import roll_of
 from overlapkit.span import Span, SpanLog
 
 LANE = "communication"
@@ -37,20 +38,30 @@ class Traffic:
     def __init__(self, reductions: int = 2) -> None:
         self.log = SpanLog()
         self.last: object = None  # the reduce-scatter begun last, on a device
+        self._begun = 0
         self._reductions = reductions
         self._lanes = {kind: Lane(kind) for kind in ("all_gather", "reduce_scatter")}
         self._late: deque[Pending] = deque()
         self._watches: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
     def begin(
-        self, kind: str, label: Label, nbytes: int, begin: Callable[[], Callable[[], None]]
+        self,
+        kind: str,
+        label: Label,
+        group: dist.ProcessGroup,
+        nbytes: int,
+        begin: Callable[[], Callable[[], None]],
     ) -> "Pending":
         """Begin a host collective; what `begin` returns ends it, in the lane of its kind."""
-        start = time.perf_counter_ns()
-        finish, log = begin(), self.log
+        start, log, roll = time.perf_counter_ns(), self.log, roll_of(group)
+        self._begun += 1
+        what = f"{label.name} (collective {self._begun} of the model)"
+        with roll.naming(what):
+            finish = begin()
 
         def end() -> None:
-            finish()
+            with roll.naming(what):
+                finish()
             now = time.perf_counter_ns()
             log.add(Span(LANE, label.name, start, now, nbytes, ready=start, parameters=label.parameters))
 

@@ -96,11 +96,18 @@ def prefetch_order(units: Sequence[Unit], forward: int, backward: int) -> list[t
     """
     last = len(units) - 1
     order = []
+    end = backward_ends(units)
     for place in range(len(units)):
         after = 0 if place == last else place + 1
-        again = [other for other in range(place - 1, -1, -1) if units[other].regathers]
+        again = [other for other in range(place - 1, end - 1, -1) if units[other].regathers]
         order.append((list(range(after, min(after + forward, last))), again[:backward]))
     return order
+
+
+def backward_ends(units: Sequence[Unit]) -> int:
+    """The place of the first unit that backward reaches: what is before it, and the root, is frozen."""
+    trains = [any(p.requires_grad for p in unit.parameters.values()) for unit in units]
+    return 0 if trains[-1] else trains.index(True) if any(trains) else len(units)
 
 
 def find_ignored(model: nn.Module, ignored: Iterable[Any]) -> set[nn.Parameter]:

@@ -1,5 +1,6 @@
 """How much each microbatch of a step counts, over all ranks: one small all-reduce, waited for late."""
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map
 from overlapkit.parallel.failure import Roll
 from overlapkit.parallel.synchronizers import Synchronizers
 
+_WHAT = "the all_reduce of accumulate's token counts"
 _FAILED, _COUNTED = 1, 2  # what a rank says of its number of microbatches: it has none; the number plus 2
 
 
@@ -34,17 +36,20 @@ class Weights:
     ) -> None:
         self._parts = parts
         self._roll = roll
-        self._count = 0 if isinstance(tokens, Exception) else len(tokens)
         self._own = _as_tensor([] if isinstance(tokens, Exception) else tokens, parts.device)
         self._scales: Tensor | None = None
-        self._said: tuple[Tensor, torch.cuda.Event] | None = None
-        self._work: Any = None
         self._total = self._own.sum().view(1)
+        said = [_FAILED if isinstance(tokens, Exception) else len(tokens) + _COUNTED]
+        self._said: list[int] | Tensor | None = said  # of each rank; a tensor may still be on its way
+        self._arrived: torch.cuda.Event | None = None
         if parts.groups:
-            said = [0] * dist.get_world_size()
-            said[dist.get_rank()] = _FAILED if isinstance(tokens, Exception) else self._count + _COUNTED
-            self._total = torch.cat([self._total, torch.tensor(said).to(parts.device, non_blocking=True)])
-            self._work = self._reduce(parts.groups[0])
+            own = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+            own[dist.get_rank()] = said[0]
+            self._total = torch.cat([self._total, own.to(parts.device, non_blocking=True)])
+            if parts.device.type == "cuda":
+                self._reduce_beside()
+            else:
+                self._begun = self._reduce(0)
 
     def scale(self, place: int) -> Tensor:
         """What the loss of that microbatch is multiplied by: 0-d, fp64, on the gradients' device.
@@ -66,38 +71,45 @@ class Weights:
         if self._scales is None:
             self._finish()
         if self._said is not None:
-            said, arrived = self._said
-            self._said = None
-            self._await(arrived)
-            _refuse_uneven(said.tolist())
+            if self._arrived is not None:
+                self._await(self._arrived)
+            said, self._said = self._said, None
+            _refuse_uneven(said.tolist() if isinstance(said, Tensor) else said)
 
-    def _reduce(self, group: dist.ProcessGroup) -> Any:
+    def _reduce(self, place: int) -> Any:
         assert self._roll is not None
-        with self._roll.naming("the all_reduce of accumulate's token counts"):
-            return dist.all_reduce(self._total, group=group, async_op=True)
+        with self._roll.naming(_WHAT):
+            return dist.all_reduce(self._total, group=self._parts.groups[place], async_op=True)
+
+    def _reduce_all(self, begun: Any) -> None:
+        """Wait for the first all-reduce; then the others, where parts of the job average in two steps."""
+        assert self._roll is not None
+        for place in range(len(self._parts.groups)):
+            work = self._reduce(place) if place else begun
+            with self._roll.naming(_WHAT):
+                work.wait()
+
+    def _reduce_beside(self) -> None:
+        """On CUDA all of it runs on a stream of its own, so that the host can hear of it during forward."""
+        beside = _beside(self._parts.device)
+        beside.wait_stream(torch.cuda.current_stream(self._parts.device))
+        with torch.cuda.stream(beside):
+            self._reduce_all(self._reduce(0))
+            self._said = torch.empty(self._total.shape[0] - 1, dtype=torch.int64, pin_memory=True)
+            self._said.copy_(self._total[1:], non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(beside)
 
     def _finish(self) -> None:
-        for place, group in enumerate(self._parts.groups):
-            assert self._roll is not None
-            work = self._reduce(group) if place else self._work
-            with self._roll.naming("the all_reduce of accumulate's token counts"):
-                work.wait()
-        self._work = None
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._parts.device).wait_event(self._arrived)
+        elif self._parts.groups:
+            self._reduce_all(self._begun)
+            self._said = self._total[1:]
         total = self._total[0].clamp(min=1).double()  # no token anywhere: every scale is 0
         self._scales = self._own.double() * (self._parts.divisor / total)
-        if self._parts.groups:
-            self._hear(self._total[1:])
-
-    def _hear(self, said: Tensor) -> None:
-        """Let the others' numbers of microbatches come to the host."""
-        if not said.is_cuda:
-            _refuse_uneven(said.tolist())
-            return
-        here = torch.empty(said.shape, dtype=said.dtype, pin_memory=True)
-        here.copy_(said, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(said.device))
-        self._said = here, arrived
+        if self._arrived is None:
+            self.check()
 
     def _await(self, arrived: torch.cuda.Event) -> None:
         """Wait for an event, but no longer than the process group waits for a collective."""
@@ -106,8 +118,7 @@ class Weights:
         while not arrived.query():
             if time.monotonic() > deadline:
                 assert self._roll is not None
-                error = TimeoutError(f"not done within {limit:g} s")
-                raise self._roll.failed("the all_reduce of accumulate's token counts", error)
+                raise self._roll.failed(_WHAT, TimeoutError(f"not done within {limit:g} s"))
             time.sleep(1e-4)
 
 
@@ -174,6 +185,11 @@ def _as_tensor(tokens: Sequence[int | Tensor], device: torch.device) -> Tensor:
     if any(isinstance(number, Tensor) for number in tokens):
         return torch.stack([torch.as_tensor(number, dtype=torch.int64, device=device) for number in tokens])
     return torch.tensor(tokens, dtype=torch.int64).to(device, non_blocking=True)
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _refuse_uneven(said: list[int]) -> None:

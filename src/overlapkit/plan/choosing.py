@@ -10,7 +10,7 @@ from overlapkit.plan.costs import Profile, UnitProfile
 from overlapkit.plan.failures import Failures
 from overlapkit.plan.links import Link, LinkTable
 from overlapkit.plan.memory import memory_of
-from overlapkit.plan.setting import Job
+from overlapkit.plan.setting import Job, grouped
 from overlapkit.plan.simulation import Wrapper, play
 from overlapkit.plan.step import Rules
 
@@ -86,7 +86,7 @@ def choose(
             play(job, plan, wrapper).end,
             memory_of(job, plan, optimizer_bytes=optimizer_bytes, replicated=wrapper == "replicate").total,
         )
-        for plan in (_shard_plans(profile) if wrapper == "shard" else _replicate_plans())
+        for plan in (_shard_plans(job) if wrapper == "shard" else _replicate_plans())
     ]
     fitting = [one for one in tried if memory is None or one.nbytes <= memory]
     if not fitting:
@@ -100,14 +100,14 @@ def choose(
     return replace(best.plan, checkpoint_every=every)
 
 
-def _shard_plans(profile: Profile) -> Iterator[ShardPlan]:
+def _shard_plans(job: Job) -> Iterator[ShardPlan]:
     """All plans of the grid, the default one first."""
-    blocks = sum(unit.block for unit in profile.units)
-    merges = [1] + [2**power for power in range(1, 16) if 2**power <= max(1, blocks // 2)]
-    for merge, ahead, behind, kept, recompute in itertools.product(
-        merges, _DEPTHS, _DEPTHS, (False, True), _RECOMPUTE
+    blocks = sum(unit.block for unit in job.profile.units)
+    merges = [2**power for power in range(16) if 2**power <= max(1, blocks // 2)]
+    groupings = [grouped(job, ShardPlan())[:-1], *(_merged(job.profile, merge) for merge in merges)]
+    for groups, ahead, behind, kept, recompute in itertools.product(
+        groupings, _DEPTHS, _DEPTHS, (False, True), _RECOMPUTE
     ):
-        groups = _merged(profile, merge)
         yield ShardPlan(
             units=tuple(tuple(name for unit in group for name in unit.modules) for group in groups),
             reshard=tuple(

@@ -30,6 +30,7 @@ class UnitProfile:
         backward_s: Seconds of its backward, without recomputation.
         saved: Bytes that autograd keeps from its forward for its backward, without parameters.
         inputs: Bytes of the tensors that its forward is given: what recomputation keeps instead.
+        backward_needs: Whether its backward needs its parameters: a plain embedding's does not.
     """
 
     modules: tuple[str, ...]
@@ -41,6 +42,7 @@ class UnitProfile:
     backward_s: float
     saved: int
     inputs: int
+    backward_needs: bool = True
 
     @property
     def trained(self) -> int:

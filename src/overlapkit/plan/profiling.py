@@ -171,6 +171,7 @@ class _Probe:
             backward_s=statistics.median(self._seconds["backward", unit.name]),
             saved=sum(self._saved[unit.name].values()),
             inputs=sum(self._inputs[unit.name].values()),
+            backward_needs=unit.regathers or not unit.reshard,
         )
 
     def _time(self, mark: Any) -> int:

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from statistics import NormalDist
 
+from overlapkit.parallel.merging import MIN_UNIT_MB, filled, least_bytes
 from overlapkit.parallel.shard_plan import ShardPlan
 from overlapkit.parallel.units import ROOT
 from overlapkit.plan.arguments import check_amount, check_ranks
@@ -87,17 +89,15 @@ def slowest(ranks: int) -> float:
     return 0.0 if ranks == 1 else NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def grouped(profile: Profile, plan: ShardPlan) -> list[list[UnitProfile]]:
-    """The profile's units, put together as the plan has them; the root's last, with all that the plan leaves.
+def grouped(job: Job, plan: ShardPlan) -> list[list[UnitProfile]]:
+    """The profile's units, put together as the plan or else `shard` has them; the root's come last.
 
     Raises:
         ValueError: The plan takes a profiled unit apart.
     """
-    if plan.units is None:
-        return [[unit] for unit in profile.units]
-    left = {name: unit for unit in profile.units for name in unit.modules}
+    left = {name: unit for unit in job.profile.units for name in unit.modules}
     groups = []
-    for names in plan.units:
+    for names in plan.units if plan.units is not None else _default_units(job):
         group: list[UnitProfile] = []
         for name in names:
             if name not in left:
@@ -114,7 +114,20 @@ def grouped(profile: Profile, plan: ShardPlan) -> list[list[UnitProfile]]:
                 del left[name]
         groups.append(group)
     taken = {unit.name for group in groups for unit in group}
-    return [*groups, [unit for unit in profile.units if unit.name not in taken]]
+    return [*groups, [unit for unit in job.profile.units if unit.name not in taken]]
+
+
+def _default_units(job: Job) -> list[tuple[str, ...]]:
+    """Blocks that follow each other share a unit until it is large enough, as `shard` has it."""
+    sizes = [job.param_bytes * unit.parameters for unit in job.profile.units if unit.block]
+    least = least_bytes(MIN_UNIT_MB, sizes)
+    units: list[tuple[str, ...]] = []
+    for (block, _), run in groupby(job.profile.units[:-1], key=lambda unit: (unit.block, unit.trained > 0)):
+        if block:
+            units += filled([(unit.name, job.param_bytes * unit.parameters) for unit in run], least)
+        else:
+            units += [unit.modules for unit in run]
+    return units
 
 
 def recomputed(blocks: int, recompute: str | None) -> list[bool]:
@@ -151,7 +164,7 @@ def computed(job: Job, plan: ShardPlan) -> dict[str, tuple[float, float]]:
 
 def work_of(job: Job, plan: ShardPlan) -> list[Work]:
     """Each unit's work in a step of one microbatch, in forward order, the root last."""
-    groups, seconds = grouped(job.profile, plan), computed(job, plan)
+    groups, seconds = grouped(job, plan), computed(job, plan)
     return [_work(job, group, _reshards(plan, groups, i), seconds) for i, group in enumerate(groups)]
 
 
@@ -176,7 +189,7 @@ def _work(
         "+".join(unit.name for unit in group) or ROOT,
         sum(seconds[unit.name][0] for unit in group),
         sum(seconds[unit.name][1] for unit in group),
-        regathers=bool(reshard),
+        regathers=bool(reshard) and any(unit.backward_needs for unit in group),
         reduce_bytes=reduced if job.world > 1 else 0,
     )
     if sharing > 1 and gathered:

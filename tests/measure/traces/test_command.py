@@ -65,6 +65,16 @@ def test_picture(traces, tmp_path):
     assert (tmp_path / "lanes.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_perfetto(traces, tmp_path):
+    call(*traces, "--perfetto", tmp_path / "lanes.json")
+    names = {
+        event["args"].get("name")
+        for event in json.loads((tmp_path / "lanes.json").read_text())["traceEvents"]
+    }
+    assert {"rank 0 on device 0", "rank 1 on device 0", "communication: exposed"} <= names
+    assert "none" in call(*traces, "--perfetto", tmp_path / "none" / "lanes.json", status=2)[1]
+
+
 def test_exit_status(traces, tmp_path):
     cut = tmp_path / "cut.json"
     cut.write_text('{"traceEvents": [{"ph"')

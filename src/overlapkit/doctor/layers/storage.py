@@ -44,7 +44,8 @@ def checks(folders: Folders, trials: Trials, figures: Figures) -> tuple[Check, .
             yield STORAGE.unknown("checkpoints", "not measured: no folder was given", "--checkpoints DIR")
             return
         yield from _place(subject, "checkpoints", folders.checkpoints)
-        yield from _written(folders.checkpoints, trials, figures)
+        if folders.checkpoints.is_dir():
+            yield from _written(folders.checkpoints, trials, figures)
 
     def data(subject: Subject) -> Iterator[Line]:
         if folders.data is None:
@@ -52,7 +53,8 @@ def checks(folders: Folders, trials: Trials, figures: Figures) -> tuple[Check, .
             return
         yield from _place(subject, "data", folders.data)
         share = subject.place.local_rank, subject.place.local_world
-        yield from _read(folders.data, share, trials, figures)
+        if folders.data.is_dir():
+            yield from _read(folders.data, share, trials, figures)
 
     return (
         Check(STORAGE, "checkpoints", checkpoints, shared=False, seconds=45.0),
@@ -97,7 +99,16 @@ def _place(subject: Subject, name: str, folder: Path) -> Iterator[Line]:
     except Unreadable:  # not Linux
         mount = None
     where = folder if mount is None else f"{folder} on {mount}{', a network' if mount.is_network else ''}"
-    usage = os.statvfs(folder)
+    try:
+        usage = os.statvfs(folder)
+    except OSError as error:
+        yield STORAGE.weak(
+            f"{name} place",
+            f"{folder}: {error.strerror or error}",
+            "this rank has no checkpoints, or no batches, and all others wait for it",
+            "mount or make it on this machine, too",
+        )
+        return
     whole, free = usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize
     saw = f"{where}: {gib(free)} of {gib(whole)} free"
     if name == "checkpoints" and mount is not None and mount.is_memory:

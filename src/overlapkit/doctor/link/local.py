@@ -54,6 +54,9 @@ def measure_locally(
                 raise Unreadable(f"rank {rank}: {found['error']}")
             if "figures" in found:
                 figures: Figures = found["figures"]
+                for process in running:  # they leave by themselves
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(5.0)
                 return figures
             if "progress" in found and progress is not None:
                 progress(*found["progress"])
@@ -93,8 +96,6 @@ def _rank(
     try:
         yield process
     finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(2.0)  # ranks that are done leave by themselves
         process.kill()
         process.wait()
         reader.join()

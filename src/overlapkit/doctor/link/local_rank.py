@@ -7,10 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 from overlapkit.doctor.link.group import group
-from overlapkit.doctor.link.measure import measure
+from overlapkit.doctor.link.measure import measure, quorum_of
 from overlapkit.doctor.link.measures import Plan, Wire
 from overlapkit.doctor.subject import Place
-from overlapkit.quorum import Quorum
 
 
 def run(timeout: float) -> None:
@@ -25,7 +24,7 @@ def run(timeout: float) -> None:
         timeout=timedelta(seconds=timeout),
     )
     with group(place, store, timeout) as device:
-        quorum = Quorum("doctor", timeout)
+        quorum = quorum_of(place.rank, timeout)
         plan = Plan.usual(device == "cuda")
         figures = measure(quorum, Wire(device, timeout), plan, lambda *step: _say(place, {"progress": step}))
         _say(place, {"figures": figures})

@@ -6,9 +6,9 @@ from statistics import median
 from typing import Any
 
 from overlapkit.doctor.link.fit import WIRE
-from overlapkit.doctor.link.measures import Measures, Plan, timed
+from overlapkit.doctor.link.measures import Measures, Plan
 from overlapkit.doctor.link.rounds import rounds
-from overlapkit.quorum import Quorum, Report
+from overlapkit.quorum import Quorum, RankFailed, Report
 
 Progress = Callable[[int, int, str], None]
 Figures = dict[str, Any]
@@ -35,7 +35,7 @@ def measure(quorum: Quorum, measures: Measures, plan: Plan, progress: Progress |
         done += 1
         # first all come, so that who is absent is named before anybody waits for it in a collective
         quorum.settle(f"{what}: begin", {}, lambda reports: {})
-        return quorum.together(what, work, judge)
+        return quorum.settle(what, _tried(work), lambda reports: judge(_unless_failed(reports)))
 
     found: Figures = {
         "world": world,
@@ -55,14 +55,36 @@ def measure(quorum: Quorum, measures: Measures, plan: Plan, progress: Progress |
     return found | work
 
 
-def _collective(measures: Measures, kind: str, size: int, plan: Plan) -> Report:
-    def once() -> None:
-        measures.collective(kind, size)
+def quorum_of(rank: int, timeout: float) -> Quorum:
+    """All ranks of the process group, of which rank 0 names who is absent.
 
-    for _ in range(2):
+    The others wait for that: rank 0 may first wait for a collective to be given up, then for their reports.
+    """
+    return Quorum("doctor", timeout if rank == 0 else 3 * timeout)
+
+
+def _tried(work: Callable[[], Report]) -> Report:
+    """Its report, or its error as one: that a rank's partner is gone says less than who is."""
+    try:
+        return work()
+    except RuntimeError as error:
+        return {"error": " ".join(str(error).split())[:160]}
+
+
+def _unless_failed(reports: list[Report]) -> list[Report]:
+    failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(reports) if "error" in one]
+    if failed:
+        raise RankFailed("; ".join(failed[:4]))
+    return reports
+
+
+def _collective(measures: Measures, kind: str, size: int, plan: Plan) -> Report:
+    once = partial(measures.collective, kind, size)
+    for _ in range(2):  # connections are made, buffers touched
         once()
-    repeats = _repeats(measures, max(timed(once) for _ in range(_FEW)), plan.each_s)
-    return {"seconds": median(timed(once) for _ in range(repeats))}
+    slowest = measures.largest(max(once() for _ in range(_FEW)))  # so that all ranks repeat equally often
+    repeats = min(_MANY, max(_FEW, int(plan.each_s / max(slowest, 1e-6))))
+    return {"seconds": median(once() for _ in range(repeats))}
 
 
 def _pairs(rank: int, world: int, measures: Measures, plan: Plan) -> Report:
@@ -75,7 +97,7 @@ def _pairs(rank: int, world: int, measures: Measures, plan: Plan) -> Report:
             took = [0.0]
         else:
             measures.exchange(partner, plan.pair_bytes)
-            took = [timed(partial(measures.exchange, partner, plan.pair_bytes)) for _ in range(_FEW)]
+            took = [measures.exchange(partner, plan.pair_bytes) for _ in range(_FEW)]
             found[str(partner)] = min(took)
         spent = measures.largest(spent + sum(took))  # all ranks stop after the same round
         done += 1
@@ -87,12 +109,7 @@ def _pairs(rank: int, world: int, measures: Measures, plan: Plan) -> Report:
 def _work(measures: Measures) -> Report:
     for _ in range(2):
         measures.work()
-    return {"work": min(timed(measures.work) for _ in range(7))}
-
-
-def _repeats(measures: Measures, slowest: float, seconds: float) -> int:
-    """The same number on all ranks."""
-    return min(_MANY, max(_FEW, int(seconds / max(measures.largest(slowest), 1e-6))))
+    return {"work": min(measures.work() for _ in range(7))}
 
 
 def _least(reports: Sequence[Report]) -> Report:

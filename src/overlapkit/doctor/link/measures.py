@@ -1,7 +1,6 @@
-"""What is timed on the wire and on the device. Tests put delays before it; nothing else here knows torch."""
+"""What is timed, on the wire and on the device. Tests say how long it took; nothing else here knows torch."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,16 +29,16 @@ class Plan:
 
 
 class Measures(Protocol):
-    """One call each, timed by its caller on this rank; every rank calls the same in the same order."""
+    """Each does one thing and returns its seconds on this rank; all ranks call the same in the same order."""
 
-    def collective(self, kind: str, nbytes: int) -> None:
-        """An "all_reduce" or "all_gather" whose result has so many bytes, done when this returns."""
+    def collective(self, kind: str, nbytes: int) -> float:
+        """An "all_reduce" or "all_gather" whose result has so many bytes."""
 
-    def exchange(self, peer: int, nbytes: int) -> None:
-        """Send so many bytes to a rank while as many come from it, done when this returns."""
+    def exchange(self, peer: int, nbytes: int) -> float:
+        """Send so many bytes to a rank while as many come from it."""
 
-    def work(self) -> None:
-        """A fixed piece of compute on this rank alone, done when this returns."""
+    def work(self) -> float:
+        """A fixed piece of compute on this rank alone."""
 
     def largest(self, value: float) -> float:
         """The largest value of any rank."""
@@ -64,36 +63,40 @@ class Wire:
         # its name from torch 2.13 on; the former one warns there
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    def collective(self, kind: str, nbytes: int) -> None:
-        """An "all_reduce" or "all_gather" whose result has so many bytes, done when this returns."""
+    def collective(self, kind: str, nbytes: int) -> float:
+        """An "all_reduce" or "all_gather" whose result has so many bytes."""
         part = max(1, nbytes // 4 // self._world)
         whole = self._buffer("whole", part * self._world)
+        own = self._buffer("part", part)
+        start = time.perf_counter()
         if kind == "all_reduce":
             self._dist.all_reduce(whole, op=self._dist.ReduceOp.MAX)  # a sum would grow without end
         else:
-            self._gather(whole, self._buffer("part", part))
-        self._finish()
+            self._gather(whole, own)
+        return self._finished(start)
 
-    def exchange(self, peer: int, nbytes: int) -> None:
-        """Send so many bytes to a rank while as many come from it, done when this returns."""
+    def exchange(self, peer: int, nbytes: int) -> float:
+        """Send so many bytes to a rank while as many come from it."""
         out, back = (self._buffer(name, nbytes // 4) for name in ("out", "back"))
         operations = [
             self._dist.P2POp(self._dist.isend, out, peer),
             self._dist.P2POp(self._dist.irecv, back, peer),
         ]
+        start = time.perf_counter()
         for request in self._dist.batch_isend_irecv(operations):
             request.wait()
-        self._finish()
+        return self._finished(start)
 
-    def work(self) -> None:
-        """A fixed piece of compute on this rank alone, done when this returns."""
+    def work(self) -> float:
+        """A fixed piece of compute on this rank alone."""
         torch, side = self._torch, 4096 if self._device == "cuda" else 256
         if "work" not in self._kept:
             dtype = torch.bfloat16 if self._device == "cuda" else torch.float32
             self._kept["work"] = torch.ones(side, side, dtype=dtype, device=self._device)
+        start = time.perf_counter()
         for _ in range(4):
             torch.mm(self._kept["work"], self._kept["work"])
-        self._finish()
+        return self._finished(start)
 
     def largest(self, value: float) -> float:
         """The largest value of any rank."""
@@ -109,19 +112,12 @@ class Wire:
             self._kept[key] = self._torch.zeros(count, device=self._device)
         return self._kept[key]
 
-    def _finish(self) -> None:
-        """Wait for the device, but not for ever: a rank may have died."""
-        if self._device != "cuda":
-            return
-        done, deadline = self._torch.cuda.Event(), time.monotonic() + self._timeout
-        done.record()
-        while not done.query():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the GPU was not done within {self._timeout:g} s")
-
-
-def timed(call: Callable[[], None]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    def _finished(self, start: float) -> float:
+        """Seconds since then, once the device is done. Not for ever: a rank may have died."""
+        if self._device == "cuda":
+            done, deadline = self._torch.cuda.Event(), time.monotonic() + self._timeout
+            done.record()
+            while not done.query():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the GPU was not done within {self._timeout:g} s")
+        return time.perf_counter() - start

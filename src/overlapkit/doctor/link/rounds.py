@@ -5,7 +5,7 @@ def rounds(world: int) -> list[list[tuple[int, int]]]:
     """Every pair of ranks exactly once, in as few rounds as there are (the circle method of tournaments).
 
     Args:
-        world: Ranks, at least 1. Where they are odd in number one rests in each round.
+        world: Ranks, at least 2. Where they are odd in number one rests in each round.
     """
     circle: list[int | None] = [*range(world), *([None] if world % 2 else [])]
     found = []

@@ -1,6 +1,6 @@
 """The collectives of one step on all ranks: matched by name, on one clock, group by group."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from overlapkit.measure.arrival import Ints, Meeting, attend, clock_offsets, tim
 
 Floats = npt.NDArray[Any]
 
+_MOST = 0.8  # of the longest wait
+
 
 @dataclass(frozen=True, slots=True)
 class StepArrivals:
@@ -21,7 +23,7 @@ class StepArrivals:
         collectives: How many were compared.
         late: How long a typical rank waited for each, where that was the last; where in two collectives at
             once, once. NaN where it was not compared, (world,).
-        where: For ranks that others waited for, the collective at which they did so most, in words.
+        where: For ranks that others waited for, the first collective at which they did so much, in words.
         waited: For later ranks, mean of ranks.
         exposed: Time in which the step stood still for communication, mean of ranks.
         waiting: Of it, for a late rank.
@@ -52,31 +54,69 @@ def compare_step(details: Mapping[int, Detail], world: int) -> StepArrivals | No
         world: How many ranks there are.
     """
     blocks: list[tuple[Ints, ...]] = []
+    blamed: list[tuple[Ints, Ints, Ints]] = []
     waiting, met = np.zeros(world), np.zeros(world, dtype=bool)
-    most: dict[int, tuple[float, str]] = {}
+    latest: dict[int, list[tuple[int, float, str]]] = {}
     for part in _parts(details):
         ranks = np.array(part.ranks)
-        begin, lasted, exposed, phases = part.columns
-        meeting = Meeting(np.arange(len(ranks)), begin, begin + lasted)
+        arrived, lasted, exposed, _ = part.columns
+        ends = arrived + lasted
+        begin = _queued(arrived, ends)
+        lasted = ends - begin
+        meeting = Meeting(np.arange(len(ranks)), begin, ends)
         seen = attend(meeting, clock_offsets(len(ranks), [meeting], agree=None))
         typical = np.partition(seen.waits, len(ranks) // 2, axis=1)[:, len(ranks) // 2]
         late = np.where(seen.last[:, None] == np.arange(len(ranks)), typical[:, None], 0)
-        blocks.append(tuple(_spread(column, ranks, world) for column in (begin, seen.waits, late)))
+        blamed.append((ranks, time_waited(begin - late, late), time_waited(begin, seen.waits)))
+        blocks.append(tuple(_spread(column, ranks, world) for column in (begin, seen.waits)))
         waiting[ranks] += np.maximum(exposed - np.maximum(lasted - seen.waits, 0), 0).sum(axis=0)
         met[ranks] = True
-        _note_latest(most, part, seen.last, typical, phases)
+        _note_latest(latest, part, seen.last, typical)
     if not met.any():
         return None
-    starts, waits, lates = (np.vstack(columns) for columns in zip(*blocks, strict=True))
+    starts, waits = (np.vstack(columns) for columns in zip(*blocks, strict=True))
     total = [details[rank].exposed.sum() for rank in np.flatnonzero(met).tolist()]
     return StepArrivals(
         collectives=len(starts),
-        late=np.where(met, time_waited(starts - lates, lates), np.nan),
-        where={rank: text for rank, (_, text) in most.items()},
+        late=np.where(met, _own_lateness(blamed, world), np.nan),
+        where={rank: _first(of) for rank, of in latest.items()},
         waited=float(time_waited(starts, waits)[met].mean()),
         exposed=float(np.mean(total)),
         waiting=float(np.minimum(waiting[met], total).mean()),
     )
+
+
+def _own_lateness(blamed: Sequence[tuple[Ints, Ints, Ints]], world: int) -> Floats:
+    """Of each rank, the most of any group: who is late in one is late for the next group, too.
+
+    What it waited for others in other groups is not its own doing.
+
+    Args:
+        blamed: Of each group its ranks, how long each was waited for, and how long it waited.
+        world: How many ranks there are.
+    """
+    waited, late = np.zeros(world), np.zeros(world)
+    for ranks, _, waits in blamed:
+        waited[ranks] += waits
+    for ranks, blame, waits in blamed:
+        late[ranks] = np.maximum(late[ranks], blame - (waited[ranks] - waits))
+    return late
+
+
+def _queued(starts: Ints, ends: Ints) -> Ints:
+    """When each rank came to a collective with nothing else to wait for: not before an earlier one ended.
+
+    A rank that begins fifty at once and waits 20 ms for somebody late waits 20 ms, not fifty times.
+    """
+    order = np.argsort(starts, axis=0, kind="stable")
+    reached = np.maximum.accumulate(np.take_along_axis(ends, order, axis=0), axis=0)
+    earlier = np.empty_like(starts)
+    earlier[:1] = np.iinfo(starts.dtype).min
+    earlier[1:] = reached[:-1]
+    begins = np.empty_like(starts)
+    np.put_along_axis(begins, order, np.maximum(np.take_along_axis(starts, order, axis=0), earlier), axis=0)
+    queued: Ints = np.minimum(begins, ends)
+    return queued
 
 
 def _spread(column: Ints, ranks: Ints, world: int) -> Ints:
@@ -85,16 +125,21 @@ def _spread(column: Ints, ranks: Ints, world: int) -> Ints:
     return whole
 
 
-def _note_latest(
-    most: dict[int, tuple[float, str]], part: _Part, last: Ints, waits: Floats, phases: Ints
-) -> None:
-    """For each rank, the collective at which it was the last by the most."""
+def _note_latest(seen: dict[int, list[tuple[int, float, str]]], part: _Part, last: Ints, waits: Ints) -> None:
+    """For each rank, the collectives at which it was the last by the most: when, how much, and in words."""
+    starts, _, _, phases = part.columns
     for place in np.unique(last):
         mine = np.flatnonzero(last == place)
-        turn = int(mine[waits[mine].argmax()])
-        rank, wait = part.ranks[place], float(waits[turn])
-        if wait > most.get(rank, (-1.0, ""))[0]:
-            most[rank] = wait, f"{part.keys[turn][0]}, in {PHASES[phases[turn, place]]}"
+        mine = mine[waits[mine] >= _MOST * waits[mine].max()]
+        turn = int(mine[starts[mine, place].argmin()])
+        text = f"{part.keys[turn][0]}, in {PHASES[phases[turn, place]]}"
+        seen.setdefault(part.ranks[place], []).append((int(starts[turn, place]), float(waits[turn]), text))
+
+
+def _first(seen: list[tuple[int, float, str]]) -> str:
+    """The earliest of those that were about as late as the latest: what follows is late for its sake."""
+    most = max(wait for _, wait, _ in seen)
+    return min(one for one in seen if one[1] >= _MOST * most)[2]
 
 
 def _parts(details: Mapping[int, Detail]) -> Iterator[_Part]:

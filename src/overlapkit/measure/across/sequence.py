@@ -131,7 +131,7 @@ def _entries() -> list[dict[str, Any]] | str:
                     found[_group(entry["process_group"]), entry["collective_seq_id"]] = entry
     if found:
         return list(found.values())
-    return "torch's flight recorder holds nothing: it is off (TORCH_FR_BUFFER_SIZE=0), or this torch has none"
+    return "torch's flight recorder holds no collective (it is off with TORCH_FR_BUFFER_SIZE=0)"
 
 
 def _group(named: Sequence[str]) -> str:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from overlapkit.measure.perfetto import Rank
 from overlapkit.measure.traces.arrivals import Arrivals
+from overlapkit.measure.traces.picture import detailed
 from overlapkit.measure.traces.traced import TracedRank, TracedStep
 
 
@@ -36,6 +38,24 @@ class TraceDetail:
         if not lanes["communication"]:
             return None
         return 100 * (1 - lanes["exposed_communication"] / lanes["communication"])
+
+    def shown(self) -> list[Rank]:
+        """The last steps of each device of each rank, for `save_perfetto`."""
+        offsets: dict[int, int] = {}
+        if isinstance(self.arrivals, Arrivals):
+            offsets = {one.rank: one.offset for one in self.arrivals.ranks}
+        shown = []
+        for place, one in enumerate(self.ranks):
+            traces, spans = detailed(one)
+            where = "cpu" if one.device is None else f"device {one.device}"
+            records = [step.record for step in one.steps]
+            if traces:
+                shown.append(
+                    Rank(
+                        place, f"rank {one.rank} on {where}", traces, spans, records, offsets.get(one.rank, 0)
+                    )
+                )
+        return shown
 
     def to_dict(self) -> dict[str, object]:
         """Plain JSON values; times in microseconds."""
