@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -45,6 +46,9 @@ class Span(NamedTuple):
     ready: int | None = None
     parameters: tuple[str, ...] = ()
     group: str = ""
+
+
+_START = itemgetter(Span._fields.index("start"))
 
 
 @dataclass(slots=True)
@@ -229,7 +233,8 @@ class SpanLog:
                 taken.append(span)
         self._pending.extend(still)
         taken += _drained(self._spans)
-        return sorted(taken, key=lambda span: span.start)
+        taken.sort(key=_START)
+        return taken
 
     def _clock(self, stream: torch.cuda.Stream) -> DeviceClock:
         index = stream.device.index

@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,3 +298,9 @@ def test_models_that_have_no_blocks_or_recompute_already():
     model.gradient_checkpointing = True  # as Hugging Face's models have it
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
         recompute(model, "full")
+    model.gradient_checkpointing = False
+    model.config = SimpleNamespace(use_cache=True)
+    with pytest.raises(ValueError, match="model.config.use_cache = False"):
+        recompute(model, "full")
+    model.config.use_cache = False
+    recompute(model, "full")

@@ -20,16 +20,17 @@ from overlapkit.measure.arguments import (
     check_live,
     check_options,
     check_parts,
+    check_speed,
     check_tokens,
     check_tracing,
     device_of,
 )
 from overlapkit.measure.clock import Clock, clock_of
+from overlapkit.measure.closeup import Closeup
 from overlapkit.measure.companion import Companion
 from overlapkit.measure.ledger import Finished, Ledger
 from overlapkit.measure.live import Live
 from overlapkit.measure.logged import Tell
-from overlapkit.measure.memory import PeakWatch, looks_closely
 from overlapkit.measure.phases import Phases
 from overlapkit.measure.progress import ProgressLine, progress_line
 from overlapkit.measure.record import StepRecord
@@ -42,6 +43,7 @@ from overlapkit.span import Span
 T = TypeVar("T")
 
 _WINDOW = 100  # steps that a report covers
+_BATCH = 10  # steps that are recorded together
 
 
 class StepMeter:
@@ -69,6 +71,9 @@ class StepMeter:
         checkpointer: Publishes the lane checkpoint.
         every: Measure every n-th step.
         history: How many records are kept.
+        peak_flops: Of the device, a second; None to look it up by the device's name and the model's dtypes.
+        flops_per_token: Of the model, forward and backward; None to count the operators of a step, which
+            cannot be done where torch.compile is at work.
         trace_every: Trace the last of each so many steps with torch.profiler, read the trace in the
             background, and let `report()` tell what it shows. A traced step is not measured.
         trace_folder: Keep traces there, as step-N/rank-R.json.gz.
@@ -96,6 +101,8 @@ class StepMeter:
         *,
         every: int = 1,
         history: int = 1000,
+        peak_flops: float | None = None,
+        flops_per_token: float | None = None,
         trace_every: int | None = None,
         trace_folder: str | PathLike[str] | None = None,
         hang_timeout: float | None = None,
@@ -106,6 +113,7 @@ class StepMeter:
     ) -> None:
         check_parts(model, optimizer, loader, checkpointer)
         check_options(every, history, hang_timeout, on_hang)
+        check_speed(peak_flops=peak_flops, flops_per_token=flops_per_token)
         check_live(on_report, on_log, progress)
         check_tracing(trace_every, trace_folder)
         self._rank, world = rank_and_world()
@@ -114,14 +122,14 @@ class StepMeter:
         self._model = model
         self._optimizer = optimizer
         self._every = every
+        self._speed = {"peak_flops": peak_flops, "flops_per_token": flops_per_token}
         self._live = Live(on_report, on_log, progress_line(progress, self._rank))
         self._clock: Clock | None = None
-        self._peaks: PeakWatch | None = None
         self._inside = threading.Lock()  # held inside a step
         self._index = 0  # of the step that is on, or of the next one
         self._recorded = 0
         self._closed = False
-        self._phases = Phases(model, optimizer, self._look)
+        self._phases = Phases(model, optimizer)
         self._across = Across(self._ledger, self._phases, every, hang_timeout, on_hang)
         self._companions: list[Companion] = [self._across]  # first in, first told
         self._tracer: StepTracer | None = None
@@ -130,10 +138,13 @@ class StepMeter:
                 trace_every, trace_folder, self._rank, self._phases, self._ledger.coverage
             )
             self._companions.append(self._tracer)
+        self._closeup = Closeup(model, self._phases, self._ledger.own)
+        self._companions.append(self._closeup)  # after the tracer: a step that is traced is not measured
 
     @property
     def last(self) -> StepRecord | None:
         """The latest record, or None; on CUDA it is a few steps behind."""
+        self._recorded += self._ledger.settle()
         records = self._ledger.records
         return records[-1] if records else None
 
@@ -207,7 +218,7 @@ class StepMeter:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._ledger.drew(Span("input", "next", start, time.perf_counter_ns(), exposed=True))
+            self._ledger.own.append(Span("input", "next", start, time.perf_counter_ns(), exposed=True))
             with _Step(self, tokens, fed=True):
                 yield batch
 
@@ -231,8 +242,9 @@ class StepMeter:
 
     def _report(self, window: int, patience: float) -> StepReport:
         self._recorded += self._ledger.settle()
-        peak = self._peaks.top if self._peaks else None
-        report = make_report(self._ledger, window, peak, self._rank, self._across.ranks(patience))
+        report = make_report(
+            self._ledger, window, self._closeup.seen, self._rank, self._across.ranks(patience), **self._speed
+        )
         return report if self._tracer is None else self._tracer.fold(report)
 
     def close(self) -> None:
@@ -249,11 +261,6 @@ class StepMeter:
 
     def _turn(self, kind: str) -> None:
         self._phases.turn(kind)
-
-    def _look(self, phase: str) -> None:
-        """A phase ends of a step that is looked at closely."""
-        assert self._peaks is not None
-        self._peaks.look(self._index, phase)
 
     def _enter(self) -> None:
         if self._closed:
@@ -275,26 +282,27 @@ class StepMeter:
         """The first step begins: only now the model is where it will be trained."""
         self._ledger.coverage.device = device
         self._clock = clock_of(device)
-        self._peaks = PeakWatch(device)
+        self._closeup.start(device)
         self._phases.timeline = Timeline(self._clock, self._boundary(None, "inside"))
-        self._phases.close = looks_closely(self._index)
 
     def _leave(self, tokens: int | None, *, fed: bool, whole: bool) -> None:
         assert self._clock is not None
-        assert self._peaks is not None
-        phases, timeline = self._phases, self._phases.timeline
-        peak = self._peaks.after(self._index, timeline.kind if timeline else None)
+        phases, timeline, closeup = self._phases, self._phases.timeline, self._closeup
+        counted = closeup.counting
+        closeup.stop_counting(tokens, whole=whole)
+        peak = closeup.peak(timeline.kind if timeline else None)
         if whole and timeline is not None:
             timeline.turn("end")
-            step = Finished(self._index, timeline, tokens, fed, peak, self._clock.on_device)
-            self._ledger.finish(step)
+            on_device = self._clock.on_device
+            self._ledger.finish(
+                Finished(self._index, timeline, tokens, fed, peak, on_device, closeup.sees_recompute, counted)
+            )
         for companion in self._companions:
             companion.leave(self._index, whole=whole)
         self._index += whole
         phases.timeline = None
         if self._index % self._every == 0:
             phases.timeline = Timeline(self._clock, self._boundary(timeline if whole else None, "outside"))
-            phases.close = looks_closely(self._index)
         phases.inside = False
         self._inside.release()
         self._publish()
@@ -308,10 +316,11 @@ class StepMeter:
         return Turn(kind, now, self._clock.mark(now))
 
     def _publish(self) -> None:
-        due = self._recorded // _WINDOW
-        self._recorded += self._ledger.settle()
-        if self._live.wants_reports and self._recorded // _WINDOW > due:
-            self._live.report(self._report(_WINDOW, patience=0.0))
+        if self._index % _BATCH == 0 or self._index % _WINDOW == 0:  # one by one they cost twice as much
+            due = self._recorded // _WINDOW
+            self._recorded += self._ledger.settle()
+            if self._live.wants_reports and self._recorded // _WINDOW > due:
+                self._live.report(self._report(_WINDOW, patience=0.0))
         self._live.step(self._index, self._ledger.records)
 
 

@@ -54,8 +54,9 @@ class _Collective:
         return self._traffic.begin(self._kind, self.label, group, nbytes, begin)
 
     def _on_stream(self, stream: torch.cuda.Stream, nbytes: int, queue: Callable[[], Any]) -> Any:
-        """Queue it and time it; its buffer was last filled on the first of the streams that asked for one."""
+        """Queue it and time it. The first stream that asked for a buffer is the one that fills it."""
         ready = self._log.mark(self._streams[0]) if self._streams else None
+        self._streams.clear()
         parameters = self.label.parameters
         with self._log.stream(
             LANE, self.label.name, stream, bytes=nbytes, ready=ready, parameters=parameters
@@ -165,8 +166,9 @@ class ReduceScatter(_Collective):
 
         if input_tensor.is_cuda and not async_op:
             stream = torch.cuda.current_stream(input_tensor.device)
+            compute = self._streams[0] if self._streams else stream
             work: dist.Work | None = self._on_stream(stream, input_tensor.nbytes, queue)
-            self._note_tail()
+            self._note_tail(compute)
             if self._mesh.ndim == 2:
                 watch = self._traffic.watch("all_reduce", stream.device)
                 watch.wait_stream(stream)
@@ -220,11 +222,9 @@ class ReduceScatter(_Collective):
                 return False
         return True
 
-    def _note_tail(self) -> None:
+    def _note_tail(self, compute: torch.cuda.Stream) -> None:
         """From the last call of a backward on, the compute stream has nothing left but to wait."""
-        if not self._streams:
-            return
-        compute, log, traffic = self._streams[0], self._log, self._traffic
+        log, traffic = self._log, self._traffic
         traffic.last = begun = log.mark(compute)
 
         def ended() -> None:

@@ -157,6 +157,11 @@ def _refuse(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
                 f"{where}.gradient_checkpointing is on: that is recomputation already; "
                 "call model.gradient_checkpointing_disable() first, or leave recompute out"
             )
+    if getattr(getattr(model, "config", None), "use_cache", False) is True:
+        raise ValueError(
+            "model.config.use_cache is on: blocks that are computed again add to the cache a second time; "
+            "set model.config.use_cache = False first"
+        )
     for name, block in chosen.items():
         if is_compiled(block):
             raise ValueError(
