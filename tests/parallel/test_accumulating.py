@@ -460,7 +460,10 @@ def test_on_a_gpu_the_host_waits_for_nothing_until_it_checks(
         scaled = [loss * weights.Scale(counted, place).tensor() for place in range(2)]
         assert machine.syncs == 0
 
+        heard, arrived = [], counted._arrived
+        monkeypatch.setattr(weights, "_refuse_uneven", lambda said: heard.append((said, arrived.patience)))
         counted.check()
+        assert heard == [([4, 4], 0)], "two microbatches each, read once the copy had arrived"
         assert [it.raw.item() for it in scaled] == pytest.approx([0.6, 0.2])
         del counted, scaled
     assert machine.faults == []
