@@ -325,6 +325,37 @@ def test_a_loop_that_never_asks_for_more_keeps_its_gradients():
     assert max(max(errors) for errors in run_ranks(2, job)) < 1e-15
 
 
+@pytest.mark.parametrize("name", ["ours", "shard", "fully_shard"])
+def test_a_last_microbatch_without_a_backward_is_an_error(name: str):
+    """Some skip a microbatch whose loss is not finite: then nobody would have averaged the others."""
+    with one_rank_group():
+        (batches,) = microbatches(1)
+        for skipped, defer in ((0, "all"), (2, "all"), (2, "all_reduce"), (2, "none")):
+            if name == "ours" and defer == "none":
+                continue  # DDP has averaged the others: nothing differs between ranks
+            model, text = WRAPPERS[name](gpt()), ""
+            try:
+                for place, (batch, scale) in enumerate(ok.accumulate(model, batches, defer=defer)):
+                    loss = loss_of(model, batch) * scale
+                    if place != skipped:
+                        loss.backward()
+            except RuntimeError as error:
+                text = str(error)
+            assert ("the last microbatch had no backward" in text) == bool(skipped)
+            assert all((p.grad is None) == bool(skipped) for p in model.parameters())
+
+
+def test_a_parameter_that_ddp_waits_for_in_vain_is_an_error_at_once():
+    with one_rank_group():
+        model = ok.replicate(_Branches())
+        steps = ok.accumulate(model, [False])
+        both, scale = next(steps)
+        (model(torch.ones(1, 4), both).sum() * scale).backward()
+        with pytest.raises(RuntimeError, match="did not receive grad for rank 0"):
+            next(steps)
+        assert all(p.grad is None for p in model.parameters())
+
+
 def test_an_iterator_that_is_not_used_changes_nothing():
     with one_rank_group():
         model = ok.shard(gpt())
