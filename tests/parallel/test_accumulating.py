@@ -1,6 +1,5 @@
 """accumulate: the gradient of one big batch, its collectives, and what is left when the loop ends early."""
 
-import copy
 import gc
 import warnings
 from collections import Counter
@@ -507,14 +506,11 @@ def test_a_model_that_nobody_synchronises_accumulates_within_its_process():
     for batch, scale in ok.accumulate(model, batches, tokens=counted):
         (loss_of(model, batch) * scale).backward()
     assert error_of(model, big_batch([batches])) < 1e-15
-    kept = copy.deepcopy(whole_gradients(model))
     left = ok.accumulate(model, batches)
     next(left)
     with pytest.warns(UserWarning, match="left at microbatch 1"):
         left.close()
-    assert all(torch.equal(kept[name], g) for name, g in whole_gradients(model).items()), (
-        "it may have its own"
-    )
+    assert all(p.grad is None for p in model.parameters()), "as with several ranks"
 
 
 BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
