@@ -110,7 +110,7 @@ def _late(window: Window) -> list[Finding]:
     ranks = window.ranks
     if isinstance(ranks, str) or not ranks.late or not is_late(ranks):
         return []
-    cost = ranks.late_ms
+    cost = ranks.explained_ms
     return [Finding("communication", cost, cost / ranks.period_ms, *remedy(ranks), cost)]
 
 

@@ -158,6 +158,10 @@ def test_lateness_that_local_times_do_not_explain_is_the_transports():
     ranks = compared(window(3, range(1, 6), lambda step: {2: ("communication", 200)}))
     assert [late.rank for late in ranks.late] == [2]
     assert not is_late(ranks)
+    value, verdict, evidence = together(ranks)
+    assert value == pytest.approx(0.2, rel=0.05)
+    assert verdict.startswith("no, 0.2")
+    assert "nothing that these ranks do explains it" in evidence
 
 
 def test_ranks_that_handed_in_nothing_are_named_and_the_others_compared():
