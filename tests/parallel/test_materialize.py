@@ -145,6 +145,24 @@ def test_tensor_parallel_values_are_those_of_one_process():
     assert run_ranks(4, job) == [[]] * 4
 
 
+def test_shards_that_are_offloaded_go_to_the_host(monkeypatch: pytest.MonkeyPatch):
+    from overlapkit import meta_device
+
+    def job(rank: int) -> list[Any]:
+        model = ok.shard(on_meta(Parts), offload=True)
+        monkeypatch.setattr(meta_device, "as_device", lambda device: torch.device("meta"))  # for a GPU
+        meta_device.materialise(model, None, shards_on_host=True)
+        places = {p.device.type for p in model.parameters()}, {b.device.type for b in model.buffers()}
+        monkeypatch.undo()
+        model = ok.shard(on_meta(Gpt), offload=True)
+        torch.manual_seed(3)
+        materialize(model)
+        train(model, half(rank))
+        return [*places, max(worst_error(model, trained_alone(built(Gpt)))) < 2e-6]
+
+    assert run_ranks(2, job) == [[{"cpu"}, {"meta"}, True]] * 2
+
+
 class Root(Gpt):
     """Initialised from the top, as torchtitan's models are."""
 
