@@ -300,6 +300,8 @@ def test_reductions_on_a_device_and_the_tail_behind_them(machine: FakeCuda, copi
         for place, name in enumerate("ba")
     ]
 
+    kept: list[Any] = []
+
     def reduced_as_fsdp2(unit: ReduceScatter) -> None:
         gradients = unit.allocate((4,), dtype=torch.float32, device=torch.device("cuda", 0))
         gradients.fill_(1.0)
@@ -312,7 +314,7 @@ def test_reductions_on_a_device_and_the_tail_behind_them(machine: FakeCuda, copi
             with torch.cuda.stream(reduce):
                 output.mul_(1.0)
                 unit.all_reduced(output)
-        kept.append((gradients, output))
+        kept.append((gradients, output))  # as FSDP2 does until backward ends
 
     class Units(torch.autograd.Function):
         @staticmethod
@@ -325,7 +327,6 @@ def test_reductions_on_a_device_and_the_tail_behind_them(machine: FakeCuda, copi
                 reduced_as_fsdp2(unit)
             return gradient
 
-    kept: list[Any] = []
     Units.apply(torch.ones(1, requires_grad=True)).backward()
     spans = _taken(traffic)
     for stream in (scatter, reduce):
@@ -341,7 +342,7 @@ def test_reductions_on_a_device_and_the_tail_behind_them(machine: FakeCuda, copi
     if copies:
         assert found["all_reduce a"].bytes == 16
         assert found["all_reduce b"].end <= found["all_reduce a"].start
-    del kept
+    kept.clear()
 
 
 def _on_a_gpu(rank: int) -> list[tuple[str, Any, bool]]:
