@@ -117,9 +117,14 @@ def test_ranks_trace_the_same_step_and_are_compared_from_the_folder(tmp_path):
                 model(torch.ones(2, 8)).sum().backward()
                 optimizer.step()
         meter.close()
-        return meter.report().traced_step
+        report = meter.report()
+        left = next(answer for answer in report.answers if answer.name == "communication left")
+        return report.traced_step, report.parts["communication"].mean_ms, left.value, left.evidence
 
-    assert run_ranks(2, train) == [2, 2]
+    for step, measured, left, evidence in run_ranks(2, train):
+        assert (step, measured) == (2, None)  # DDP of its own publishes nothing
+        assert left >= 0
+        assert evidence.startswith("traced step 2: ")
     together = explain(tmp_path / "step-2")
     assert [one.rank for one in together.trace.ranks] == [0, 1]
     assert together.trace.arrivals.straggler.rank == 1
