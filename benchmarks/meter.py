@@ -1,0 +1,182 @@
+"""What does StepMeter cost a step?
+
+    python benchmarks/meter.py [--quick] [--json PATH] [--device cpu]
+
+The meter's own hooks are called directly, in a step whose model and optimizer do nothing, and their thread's CPU
+time is taken: comparing a real step with and without the meter cannot resolve some tens of microseconds on a
+machine that others use (it is shown beside, without a goal). Around them the components publish what they do in
+a step of DDP with eight buckets: a batch that was waited for, a copy, the buckets and their tail.
+
+"always on" is a step that is not looked at closely; the goal is 0.2 % of a step of 20 ms. "all" is the mean over
+502 steps with those that are looked at closely, in which 32 blocks are recomputed, and the two whose 2,000
+operators are counted; the goal is 0.5 %. Synchronisations are counted on a GPU, where one is an error.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import overlapkit as ok
+from harness import Figure, Measurement, alternate, finish, parser, returned_seconds, time_figure
+from overlapkit.device import as_device
+from overlapkit.span import Span, SpanLog
+
+STEP_S = 0.020
+BUCKETS, BLOCKS, OPERATORS = 8, 32, 2_000
+ROUND = 502  # steps: two of them are counted
+
+
+class Component:
+    """Publishes spans, as the loader and the wrappers do."""
+
+    def __init__(self) -> None:
+        self.log = SpanLog()
+
+    def timings(self) -> list[Span]:
+        return self.log.take()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class HooksOnly:
+    """Steps of what torch would call of a meter; calling it gives the mean seconds of a step.
+
+    Args:
+        device: Of the parameters.
+        measured: Whether there is a meter.
+        close: Whether it may look closely, and there is something to see.
+    """
+
+    def __init__(self, device: torch.device, measured: bool, close: bool) -> None:
+        self.model = nn.ModuleList(nn.Linear(2, 2) for _ in range(BLOCKS)).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loader, self.wrapper = Component(), Component()
+        self.model.__dict__["timings"] = self.wrapper.timings
+        self.output = nn.Parameter(torch.ones(3, device=device))
+        self.batch = torch.ones(2, 2, device=device)
+        self.close, self.index = close, 0
+        self.meter = ok.StepMeter(self.model, self.optimizer, self.loader) if measured else None
+        if self.meter is not None and not close:
+            self.meter._closeup.enter = lambda step: None  # type: ignore[method-assign]
+
+    def __call__(self) -> float:
+        return sum(self.step() for _ in range(ROUND)) / ROUND
+
+    def step(self) -> float:
+        """One step: the seconds of what the meter does in it, and of what it is called for."""
+        loss = (self.output * 2).sum()
+        self.publish()
+        around: AbstractContextManager[None] = nullcontext() if self.meter is None else self.meter.step(4096)
+        start = time.thread_time()
+        with around:
+            for before in self.model._forward_pre_hooks.values():
+                before(self.model, ())
+            for after in self.model._forward_hooks.values():
+                after(self.model, (), loss)
+            if self.meter is not None:
+                self.meter._phases._gradient_hook(None)
+            if self.close:
+                self.recompute()
+            for begin in self.optimizer._optimizer_step_pre_hooks.values():
+                begin(self.optimizer, (), {})
+            for end in self.optimizer._optimizer_step_post_hooks.values():
+                end(self.optimizer, (), {})
+        took = time.thread_time() - start
+        self.index += 1
+        return took
+
+    def recompute(self) -> None:
+        """Forward again, inside backward; and a step's operators, where they are counted."""
+        with torch.no_grad():
+            for block in self.model:
+                block(self.batch)
+            for _ in range(OPERATORS if self.index == 10 or self.index % 251 == 250 else 0):
+                self.batch.add_(0)
+
+    def publish(self) -> None:
+        """A wait for the batch, its copy, the buckets and their tail."""
+        now = time.perf_counter_ns()
+        self.loader.log.add(Span("input", "wait", now - 9_000, now, exposed=True))
+        self.loader.log.add(Span("transfer", "copy", now - 5_000, now, 1 << 20))
+        for number in range(BUCKETS):
+            name, start = f"all_reduce {number}", now + number
+            self.wrapper.log.add(
+                Span("communication", name, start, start + 1, 1 << 20, ready=now, parameters=("w", "b"))
+            )
+        self.wrapper.log.add(Span("communication", "all_reduce tail", now, now + 9, exposed=True))
+
+
+class RealStep:
+    """Training steps of a small model, about as long as the goal's; calling it gives the mean seconds."""
+
+    def __init__(self, device: torch.device, measured: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(384, 384) for _ in range(8))).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.x = torch.randn(256, 384, device=device)
+        self.meter = ok.StepMeter(self.model, self.optimizer) if measured else None
+
+    def __call__(self) -> float:
+        start = time.perf_counter()
+        for _ in range(10):
+            with nullcontext() if self.meter is None else self.meter.step(256):
+                self.model(self.x).square().mean().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        if self.x.is_cuda:
+            torch.cuda.synchronize(self.x.device)
+        return (time.perf_counter() - start) / 10
+
+
+def hooks(name: str, device: torch.device, close: bool, rounds: int, share: float) -> Figure:
+    """The cost of the hooks in one setting: with them, less the same calls without."""
+    variants: dict[str, Callable[[], object]] = {
+        label: HooksOnly(device, measured, close) for label, measured in (("ours", True), ("bare", False))
+    }
+    took = alternate(variants, rounds=rounds, timer=returned_seconds)
+    bare = took["bare"].median
+    added = Measurement("ours", tuple(one - bare for one in took["ours"].samples))
+    return time_figure(name, added, unit="us", limit=share * STEP_S * 1e6)
+
+
+def syncs(device: torch.device) -> Figure:
+    """How often the meter makes the host wait for the device; the first time is an error there."""
+    loop = HooksOnly(device, measured=True, close=True)
+    value = None
+    if device.type == "cuda":
+        loop.step()  # what happens once
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loop()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        value = 0.0
+    return Figure("host synchronisations of the meter", value, "a step", better="lower", limit=0.0)
+
+
+def main() -> int:
+    args = parser("What does the meter cost a step?").parse_args()
+    device = as_device(args.device, "--device")
+    rounds = 3 if args.quick else 15
+    figures = [
+        hooks("always on", device, False, rounds, 0.002),
+        hooks("all, on average", device, True, rounds, 0.005),
+        syncs(device),
+    ]
+    real: dict[str, Callable[[], object]] = {
+        "with the meter": RealStep(device, True),
+        "without": RealStep(device, False),
+    }
+    took = alternate(real, rounds=2 * rounds, timer=returned_seconds)
+    figures.append(time_figure("a real step", took["with the meter"], took["without"]))
+    return finish(figures, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
