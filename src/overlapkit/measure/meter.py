@@ -171,7 +171,7 @@ class StepMeter:
         Raises:
             TypeError: A value is something else, or a DTensor that no rank holds whole.
             ValueError: A tensor has more elements than one, or none.
-            RuntimeError: After close().
+            RuntimeError: After close(), or while a CUDA graph is captured.
         """
         if self._closed:
             raise RuntimeError("meter.log() after meter.close(): log before it")
