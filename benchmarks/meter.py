@@ -2,34 +2,39 @@
 
     python benchmarks/meter.py [--quick] [--json PATH] [--device cpu]
 
-The meter's own hooks are called directly, in a step whose model and optimizer do nothing, and their thread's
-CPU time is taken: comparing a real step with and without the meter cannot resolve some tens of microseconds on
-a machine that others use (it is shown beside, without a goal). Around them the components publish what they do
-in a step of DDP with eight buckets: a batch that was waited for, a copy, the buckets and their tail.
+The meter's own hooks are called directly, in a step whose model and optimizer do nothing: comparing a real
+step with and without the meter cannot resolve some tens of microseconds on a machine that others use (it is
+shown beside, without a goal). Around them the components publish what they do in a step of DDP with eight
+buckets: a batch that was waited for, a copy, the buckets and their tail. Every round takes the same steps; of
+each step the median over the rounds counts, so that what others do meanwhile does not, and of these the mean.
 
-"always on" is a step that is not looked at closely; the goal is 0.2 % of a step of 20 ms. "all" is the mean of
-502 steps with those that are looked at closely, in which 32 blocks are recomputed, and the three whose 2,000
-operators are counted; the goal is 0.5 %. Steps are worked out when somebody reads them: "a report" is that, for
-the last hundred. Synchronisations are counted on a GPU, where one is an error.
+"always on" are steps that are not looked at closely; the goal is 0.2 % of a step of 20 ms. "all" are 503 steps
+with those that are looked at closely, in which 32 blocks are recomputed, and the one whose 2,000 operators are
+counted; the goal is 0.5 %. Steps are worked out when somebody reads them: "a report" is that, for the last
+hundred. Synchronisations are counted on a GPU, where one is an error.
 """
 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from statistics import fmean, median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import overlapkit as ok
-from harness import Figure, Measurement, alternate, finish, parser, returned_seconds, time_figure
+from harness import Figure, alternate, finish, parser, returned_seconds, time_figure
 from overlapkit.device import as_device
 from overlapkit.span import Span, SpanLog
 
 STEP_S = 0.020
 BUCKETS, BLOCKS, OPERATORS = 8, 32, 2_000
-ROUND = 502  # steps: two of them are counted
+FIRST, LAST = 16, 519  # steps of a round that are timed
+COUNTED = (10, 503)  # steps whose operators are counted
 
 
 class Component:
@@ -46,7 +51,7 @@ class Component:
 
 
 class HooksOnly:
-    """Steps of what torch would call of a meter; calling it gives the mean seconds of a step.
+    """Steps of what torch would call of a meter; calling it takes a round of them.
 
     Args:
         device: Of the parameters.
@@ -62,19 +67,34 @@ class HooksOnly:
         self.output = nn.Parameter(torch.ones(3, device=device))
         self.batch = torch.ones(2, 2, device=device)
         self.close, self.index = close, 0
+        self.looked_at = {*range(0, LAST, 16), *COUNTED}
         self.meter = ok.StepMeter(self.model, self.optimizer, self.loader) if measured else None
-        if self.meter is not None and not close:
-            self.meter._closeup.enter = lambda step: None  # type: ignore[method-assign]
 
-    def __call__(self) -> float:
-        return sum(self.step() for _ in range(ROUND)) / ROUND
+    def __call__(self) -> list[float]:
+        """The seconds of each step, after the first ones."""
+        with self.seldom():
+            return [self.step() for _ in range(LAST)][FIRST:]
+
+    @contextmanager
+    def seldom(self) -> Iterator[None]:
+        """No step is looked at closely, where none is to be."""
+        if self.close:
+            yield
+            return
+        if self.meter is not None:
+            self.meter._closeup._count_at = LAST
+        with (
+            patch("overlapkit.measure.closeup.looks_closely", lambda step: False),
+            patch("overlapkit.measure.memory.looks_closely", lambda step: False),
+        ):
+            yield
 
     def step(self) -> float:
         """One step: the seconds of what the meter does in it, and of what it is called for."""
         loss = (self.output * 2).sum()
         self.publish()
         around: AbstractContextManager[None] = nullcontext() if self.meter is None else self.meter.step(4096)
-        start = time.thread_time()
+        start = time.perf_counter()
         with around:
             for before in self.model._forward_pre_hooks.values():
                 before(self.model, ())
@@ -82,13 +102,13 @@ class HooksOnly:
                 after(self.model, (), loss)
             if self.meter is not None:
                 self.meter._phases._gradient_hook(None)
-            if self.close:
+            if self.close and self.index in self.looked_at:
                 self.recompute()
             for begin in self.optimizer._optimizer_step_pre_hooks.values():
                 begin(self.optimizer, (), {})
             for end in self.optimizer._optimizer_step_post_hooks.values():
                 end(self.optimizer, (), {})
-        took = time.thread_time() - start
+        took = time.perf_counter() - start
         self.index += 1
         return took
 
@@ -97,7 +117,7 @@ class HooksOnly:
         with torch.no_grad():
             for block in self.model:
                 block(self.batch)
-            for _ in range(OPERATORS if self.index == 10 or self.index % 251 == 250 else 0):
+            for _ in range(OPERATORS if self.index in COUNTED else 0):
                 self.batch.add_(0)
 
     def publish(self) -> None:
@@ -137,13 +157,17 @@ class RealStep:
 
 def hooks(name: str, device: torch.device, close: bool, rounds: int, share: float) -> Figure:
     """The cost of the hooks in one setting: with them, less the same calls without."""
-    variants: dict[str, Callable[[], object]] = {
-        label: HooksOnly(device, measured, close) for label, measured in (("ours", True), ("bare", False))
-    }
-    took = alternate(variants, rounds=rounds, timer=returned_seconds)
-    bare = took["bare"].median
-    added = Measurement("ours", tuple(one - bare for one in took["ours"].samples))
-    return time_figure(name, added, unit="us", limit=share * STEP_S * 1e6)
+    times: dict[str, list[list[float]]] = {"ours": [], "bare": []}
+
+    def round_of(label: str) -> float:
+        times[label].append(HooksOnly(device, label == "ours", close)())
+        return fmean(times[label][-1])
+
+    turns: dict[str, Callable[[], object]] = {label: partial(round_of, label) for label in times}
+    alternate(turns, rounds=rounds, warmup=0, timer=returned_seconds)
+    usual = {label: [median(step) for step in zip(*all, strict=True)] for label, all in times.items()}
+    added = fmean(usual["ours"]) - fmean(usual["bare"])
+    return Figure(name, added * 1e6, "us", better="lower", limit=share * STEP_S * 1e6)
 
 
 def syncs(device: torch.device) -> Figure:
@@ -151,7 +175,7 @@ def syncs(device: torch.device) -> Figure:
     loop = HooksOnly(device, measured=True, close=True)
     value = None
     if device.type == "cuda":
-        loop.step()  # what happens once
+        loop()  # what happens once
         torch.cuda.set_sync_debug_mode("error")
         try:
             loop()
@@ -167,12 +191,13 @@ def report(device: torch.device, rounds: int) -> Figure:
     loop = HooksOnly(device, measured=True, close=False)
 
     def seconds() -> float:
-        for _ in range(100):
-            loop.step()
-        start = time.thread_time()
+        with loop.seldom():
+            for _ in range(100):
+                loop.step()
+        start = time.perf_counter()
         assert loop.meter is not None
         loop.meter.report()
-        return time.thread_time() - start
+        return time.perf_counter() - start
 
     took = alternate({"ours": seconds}, rounds=rounds, timer=returned_seconds)
     return time_figure("a report over 100 steps", took["ours"], unit="ms")
@@ -181,7 +206,7 @@ def report(device: torch.device, rounds: int) -> Figure:
 def main() -> int:
     args = parser("What does the meter cost a step?").parse_args()
     device = as_device(args.device, "--device")
-    rounds = 3 if args.quick else 15
+    rounds = 5 if args.quick else 25
     figures = [
         hooks("always on", device, False, rounds, 0.002),
         hooks("all, on average", device, True, rounds, 0.005),
