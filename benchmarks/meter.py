@@ -8,8 +8,8 @@ shown beside, without a goal). Around them the components publish what they do i
 buckets: a batch that was waited for, a copy, the buckets and their tail. Every round takes the same steps; of
 each step the median over the rounds counts, so that what others do meanwhile does not, and of these the mean.
 
-"always on" are steps that are not looked at closely; the goal is 0.2 % of a step of 20 ms. "all" are 503 steps
-with those that are looked at closely, in which 32 blocks are recomputed, and the one whose 2,000 operators are
+"always on" are steps that are not looked at closely; the goal is 0.2 % of a step of 20 ms. "all" are 503
+steps: those that are looked at closely, with 32 blocks recomputed, and the one whose 2,000 operators are
 counted; the goal is 0.5 %. Steps are worked out when somebody reads them: "a report" is that, for the last
 hundred. Synchronisations are counted on a GPU, where one is an error.
 """
