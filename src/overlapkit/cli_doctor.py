@@ -1,6 +1,7 @@
 """`overlapkit doctor`: its options, its bar, and who prints what in a job."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated
@@ -54,12 +55,12 @@ def doctor(
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar on stderr; None where that is no terminal."""
+    """A bar on stderr; None where that is no terminal, or another rank draws there."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield None
         return
     columns = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()

@@ -63,7 +63,7 @@ def binding(**changes):
             lambda kind, counter: 5 if (kind, counter) == (1, 0) else 99
         ),
         "nvmlDeviceGetNvLinkState": link_state,
-        "nvmlDeviceGetNvLinkErrorCounter": only_first(lambda link, kind: 1 if link == 3 else 0),
+        "nvmlDeviceGetNvLinkErrorCounter": only_first(lambda link, kind: 3 if (link, kind) == (3, 1) else 0),
         "nvmlDeviceGetP2PStatus": lambda one, other, index: (
             {(0, 1): 1, (1, 0): 6}[one, other] if index == 0 else 9
         ),

@@ -117,6 +117,14 @@ def test_a_slow_rank_and_a_slow_pair_elsewhere_are_both_named():
     assert [saw.split(":")[0] for saw in seen] == ["rank 5 on a", "ranks 0 and 1 (a)"]
 
 
+def test_of_many_slow_pairs_the_worst_are_named():
+    slow = {f"{a}-{b}": 3.0 + a for a in range(4) for b in range(4, 8) if (a, b) != (0, 4)}
+    _, found = walk(figures(8, slow))
+    seen = [line.saw for line in found if line.name == "topology"]
+    assert [saw.split(" times")[0] for saw in seen[:4]] == [f"ranks 3 and {b} (a): 6.0" for b in (4, 5, 6, 7)]
+    assert seen[-1] == "and 10 more pairs, 3.0 to 5.0 times the usual one"
+
+
 def test_one_pair_cannot_be_compared_and_rounds_left_out_are_said():
     by_name, _ = walk(figures(2, {"0-1": 50.0}))
     assert by_name["topology"].state == "ok"

@@ -34,6 +34,7 @@ def test_what_cannot_be_read_says_why(tmp_path):
         (lambda: machine.memory("MemTotal"), "/proc/meminfo does not say MemTotal"),
         (lambda: machine.resolve("/sys/out"), "/sys/out: "),
         (lambda: numbers("0-x"), "'0-x' is no list of numbers"),
+        (lambda: numbers("0-99999999999"), "'0-99999999999' is no list of numbers"),
     ):
         with pytest.raises(Unreadable) as raised:
             call()

@@ -20,6 +20,7 @@ def test_a_healthy_node_has_no_weak_and_no_unknown_line(node):
     assert [line for line in lines if line.state == "unknown" and line.layer != "storage"] == []
     assert named(lines, "gpu", "devices").saw == "8 x NVIDIA H100 80GB HBM3; torch sees 8"
     assert named(lines, "path", "nvlink").saw == "18 links a GPU, all up"
+    assert named(lines, "path", "numa").saw == "GPU 0-3 on node 0, GPU 4-7 on node 1"
     assert "PIX" in named(lines, "path", "nics").saw
     assert named(lines, "fabric", "ports").saw == "8 active: InfiniBand 400 Gb/s"
     assert named(lines, "nccl", "transport").saw == (
@@ -104,7 +105,7 @@ FAULTS = [
         set_files({f"{GPU3}/current_link_speed": "8.0 GT/s PCIe"}),
     ),
     ("path", "nvlink", "GPU 6: 17 of 18 links are up", change(6, links=(True,) * 17 + (False,))),
-    ("path", "nvlink", "GPU 6: replays, recoveries or CRC errors", change(6, link_errors=40)),
+    ("path", "nvlink", "GPU 6: links were trained anew", change(6, link_errors=40)),
     (
         "path",
         "peers",
@@ -220,7 +221,8 @@ def test_each_fault_alone_is_named_and_nothing_else(node, layer, name, saw, faul
 
 def test_a_slow_copy_is_measured_where_the_link_looks_well(node):
     found = weak(look(node, rates=lambda index: 12e9 if index == 2 else 50e9))
-    assert found == [("path", "copies", "GPU 2: 12.0 GB/s from pinned memory, the link carries 63.0")]
+    saw = "cuda:2 (0000:33:00.0): 12.0 GB/s from pinned memory, its link carries 63.0"
+    assert found == [("path", "copies", saw)]
 
 
 def test_a_gpu_at_rest_may_lower_its_link(node):
@@ -358,3 +360,5 @@ def test_a_gpu_whose_driver_does_not_answer(node):
     line = named(look(node), "gpu", "devices")
     assert line.state == "weak"
     assert "nvidia-smi must work" in line.remedy
+    node.torch = dataclasses.replace(node.torch, trouble="CUDA unknown error")
+    assert named(look(node), "gpu", "devices").remedy == "torch says: CUDA unknown error"

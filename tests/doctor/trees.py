@@ -200,6 +200,7 @@ def torch_on(gpus: int, **changes: object) -> Torch:
         cuda="13.0" if gpus else None,
         nccl=(2, 28, 9) if gpus else None,
         devices=((9, 0),) * gpus,
+        addresses=tuple(f"0000:{at + 1}3:00.0" for at in range(gpus)),
         architectures=("sm_80", "sm_90", "sm_100", "compute_120") if gpus else (),
         features=dict.fromkeys(FEATURES, True),
         extras=dict.fromkeys(EXTRAS, True),

@@ -51,7 +51,10 @@ def test_each_span_ends_in_one_period_and_each_wait_reaches_into_all_that_it_cro
 
 def test_a_component_with_another_clock_does_not_fill_memory():
     pending = Pending()
-    for number in range(10_000):
-        pending.add([Span("input", "w", 10**15, 10**15 + number, exposed=bool(number % 2))])
+    for exposed in (True, False):
+        for first in (0, 6_000):
+            pending.add(
+                [Span("input", "w", 0, 10**15 + n, exposed=exposed) for n in range(first, first + 6_000)]
+            )
     assert len(pending._waits) <= 8192
     assert len(pending._beside) <= 8192

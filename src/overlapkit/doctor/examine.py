@@ -27,6 +27,7 @@ from overlapkit.quorum import RankFailed
 
 Progress = Callable[[int, int, str], None]
 _FOLDER_S = 5.0
+_DRIVER_S = 60.0  # a GPU that wakes up, or eight of them, take seconds
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,19 @@ def this_process() -> Subject:
         ValueError: torchrun's variables make no sense.
     """
     machine = Machine()
+    place = Place.launched(machine.environ)
     gpus: Gpus | str
     try:
-        gpus = Nvml()
+        gpus = bounded(Nvml, _DRIVER_S, "NVML")
     except Unreadable as error:
         gpus = str(error)
-    return Subject(machine, Torch.imported(), Place.launched(machine.environ), gpus)
+    except Late as error:
+        gpus = f"NVML: {error}"
+    try:
+        torch = bounded(Torch.imported, _DRIVER_S, "torch.cuda")
+    except Late as error:
+        torch = Torch.imported(trouble=f"torch.cuda: {error}")
+    return Subject(machine, torch, place, gpus)
 
 
 def all_checks(
@@ -127,6 +135,7 @@ def all_checks(
 ) -> tuple[Check, ...]:
     """All of them, those last that others leave time to."""
     return (
+        fabric.begin(watch),
         *gpu.CHECKS,
         *path.CHECKS,
         *nccl.CHECKS,
@@ -174,10 +183,10 @@ def _among_ranks(
         "figures": figures,
         "facts": job.facts(subject),
     }
-    reports = all_ranks.gather("lines", report)
     found: dict[str, Any] = {"storage": figures}
     alone = ""
     try:
+        reports = all_ranks.gather("lines", report)
         if place.rank == 0:
             lines, found = _put_together(reports, timeout)
         there = all_ranks.told("there", sum(one is not None for one in reports))
@@ -219,7 +228,7 @@ def _links(
 ) -> list[Line]:
     """The tree on rank 0; what failed on every rank."""
     try:
-        with group(subject.place, all_ranks.store, timeout) as device:
+        with group(subject.place, all_ranks.store_of("group"), timeout) as device:
             quorum = quorum_of(subject.place.rank, timeout)
             figures: Figures = measure(
                 quorum, tools.wire(device, timeout), tools.plan(device == "cuda"), progress

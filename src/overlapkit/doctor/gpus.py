@@ -10,6 +10,8 @@ from overlapkit.doctor.machine import Unreadable
 # nvml.h: reasons for clocks that are lowered; an idle GPU and a power cap under load are as they should be
 _SLOWDOWNS = {0x08: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
 
+_RECOVERY = 1  # NVML_NVLINK_ERROR_DL_RECOVERY
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -27,7 +29,7 @@ class Gpu:
         persistent: Whether the driver stays loaded between jobs.
         mig: Whether it is cut into instances.
         links: For each NVLink whether it is up; empty where it has none.
-        link_errors: Replays, recoveries and CRC errors of its links since the driver was loaded.
+        link_errors: How often its links had to be trained anew since the driver was loaded.
     """
 
     address: str
@@ -54,7 +56,7 @@ class Gpus(Protocol):
     """The newest CUDA that the driver runs."""
 
     def read(self) -> Sequence[Gpu]:
-        """All of them, as they are now."""
+        """All of them."""
 
     def peers(self, one: int, other: int) -> str | None:
         """Empty where two reach each other's memory, why they do not where they do not; None: not said."""
@@ -82,9 +84,11 @@ class Nvml:
         version = self._try(self._nvml.nvmlSystemGetCudaDriverVersion)
         self.cuda = None if version is None else (version // 1000, version % 1000 // 10)
 
+        self._seen = [self._gpu(handle) for handle in self._handles()]
+
     def read(self) -> Sequence[Gpu]:
-        """All of them, as they are now."""
-        return [self._gpu(handle) for handle in self._handles()]
+        """All of them, as they were found."""
+        return self._seen
 
     def peers(self, one: int, other: int) -> str | None:
         """Empty where two reach each other's memory, why they do not where they do not; None: not said."""
@@ -147,9 +151,9 @@ class Nvml:
             if state is None:  # it has no such link
                 continue
             states.append(bool(state))
-            for kind in range(3):  # NVML_NVLINK_ERROR_DL_REPLAY, _RECOVERY, _CRC_FLIT
-                seen = ask("nvmlDeviceGetNvLinkErrorCounter", at, kind)
-                errors = errors if seen is None else (errors or 0) + seen
+            # single replays and CRC errors are mended by the link, and are no news
+            seen = ask("nvmlDeviceGetNvLinkErrorCounter", at, _RECOVERY)
+            errors = errors if seen is None else (errors or 0) + seen
         return tuple(states), errors
 
     def _try(self, ask: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ No collectives, and no process group: a rank may be missing, or its network brok
 import contextlib
 import itertools
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,9 @@ class Job:
     def __init__(self, place: Place, store: Any, timeout: float) -> None:
         self.place, self.timeout = place, timeout
         self.store = store
-        self._prefix = f"overlapkit-doctor/{next(_joined)}"
+        # torchrun's store outlives the workers that it starts anew
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix = f"overlapkit-doctor/{attempt}/{next(_joined)}"
 
     @classmethod
     def join(cls, place: Place, environ: Mapping[str, str], timeout: float) -> "Job":
@@ -77,11 +80,17 @@ class Job:
         Args:
             key: The same on every rank, used once.
             value: This rank's.
+
+        Raises:
+            Unreadable: The store is gone.
         """
         place = self.place
         mine = [value if rank == place.rank else None for rank in range(place.world)]
         if place.rank:
-            self.store.set(self._key(key, place.rank), json.dumps(value))
+            try:
+                self.store.set(self._key(key, place.rank), json.dumps(value))
+            except RuntimeError as error:
+                raise Unreadable(f"the job's store does not answer: {_short(error)}") from None
             return mine
         others = range(1, place.world)
         await_keys(self.store, [self._key(key, rank) for rank in others], self.timeout)
@@ -124,6 +133,12 @@ class Job:
                 self.store.set(self._key("left", self.place.rank), "")
             elif others := [self._key("left", rank) for rank in there if rank]:
                 await_keys(self.store, others, min(10.0, self.timeout))
+
+    def store_of(self, name: str) -> Any:
+        """A part of the store, for a process group."""
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        return PrefixStore(f"{self._prefix}/{name}", self.store)
 
     def _key(self, key: str, rank: int) -> str:
         return f"{self._prefix}/{key}/{rank}"

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from overlapkit.doctor.ethtool import statistics
 
+_MOST = 1 << 16  # CPUs of a machine
 _LONGEST = 1 << 20  # bytes; /proc and /sys hold nothing longer that is read here
 
 
@@ -138,7 +139,10 @@ def numbers(text: str) -> set[int]:
     try:
         for part in filter(None, text.strip().split(",")):
             first, _, last = part.partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
+            low, high = int(first), int(last or first)
+            if high - low > _MOST:
+                raise ValueError
+            found |= set(range(low, high + 1))
     except ValueError:
         raise Unreadable(f"{text[:40]!r} is no list of numbers") from None
     return found

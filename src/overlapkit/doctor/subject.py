@@ -45,6 +45,8 @@ class Torch:
         nccl: Version of NCCL, None where the build has none.
         gloo: Whether it has gloo.
         devices: Compute capability of each CUDA device that this process sees.
+        addresses: Their PCI addresses as sysfs writes them; empty where torch does not say.
+        trouble: Why the devices could not be asked, or empty.
         architectures: What its own kernels were compiled for ("sm_90").
         mps: Whether it sees an Apple GPU.
         features: For each of FEATURES whether it is there.
@@ -58,6 +60,8 @@ class Torch:
     nccl: tuple[int, ...] | None = None
     gloo: bool = True
     devices: tuple[tuple[int, int], ...] = ()
+    addresses: tuple[str, ...] = ()
+    trouble: str = ""
     architectures: tuple[str, ...] = ()
     mps: bool = False
     features: Mapping[str, bool] = field(default_factory=dict)
@@ -65,21 +69,32 @@ class Torch:
     triton: str | None = None
 
     @classmethod
-    def imported(cls) -> "Torch":
-        """The torch of this process."""
+    def imported(cls, trouble: str = "") -> "Torch":
+        """The torch of this process.
+
+        Args:
+            trouble: Why the devices are not to be asked.
+        """
         import torch
         import torch.distributed as dist
 
         nccl = dist.is_available() and dist.is_nccl_available()
-        seen = range(torch.cuda.device_count())
+        properties: list[Any] = []
+        try:
+            if not trouble:
+                properties = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
+        except RuntimeError as error:  # the driver is too old, or wedged
+            trouble = " ".join(str(error).split())[:300]
         return cls(
             version=torch.__version__,
             cuda=torch.version.cuda,
             hip=torch.version.hip,
             nccl=tuple(torch.cuda.nccl.version()) if nccl else None,
             gloo=dist.is_available() and dist.is_gloo_available(),
-            devices=tuple(torch.cuda.get_device_capability(at) for at in seen),
-            architectures=tuple(torch.cuda.get_arch_list()),
+            devices=tuple((one.major, one.minor) for one in properties),
+            addresses=tuple(_address(one) for one in properties if hasattr(one, "pci_bus_id")),
+            trouble=trouble,
+            architectures=tuple(torch.cuda.get_arch_list()) if properties else (),
             mps=torch.backends.mps.is_available(),
             features={name: _is_there(*where) for name, where in FEATURES.items()},
             extras={name: _is_installed(module) for name, module in EXTRAS.items()},
@@ -146,6 +161,11 @@ class Subject:
     def on_gpus(self) -> bool:
         """Whether this process computes on GPUs."""
         return bool(self.torch.devices)
+
+
+def _address(properties: Any) -> str:
+    """Function 0: GPUs have no other."""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def _is_there(module: str, name: str, method: str = "") -> bool:

@@ -10,6 +10,9 @@ from overlapkit.doctor.machine import Machine
 class Watch:
     """Remembers the counters, and compares.
 
+    Attributes:
+        first: The counters when it began; None before.
+
     Args:
         machine: Whose.
         clock: Seconds.
@@ -23,14 +26,20 @@ class Watch:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._machine, self._clock, self._sleep = machine, clock, sleep
-        self.first = ports.counters(machine)
-        self._began = clock()
+        self.first: dict[tuple[str, str], int] | None = None
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Read them for the first time."""
+        self._began = self._clock()
+        self.first = ports.counters(self._machine)
 
     def rates(self, seconds: float) -> dict[tuple[str, str], float]:
-        """How many a second, of those that rose, over `seconds` at least since the watch was made."""
+        """How many a second, of those that rose, over `seconds` at least since it began."""
+        assert self.first is not None, "begin() comes first"
         left = self._began + seconds - self._clock()
         if self.first and left > 0:
             self._sleep(left)
         now, passed = ports.counters(self._machine), self._clock() - self._began
-        rises = {key: value - self.first[key] for key, value in now.items() if key in self.first}
+        rises = {key: value - self.first.get(key, value) for key, value in now.items()}
         return {key: rise / passed for key, rise in rises.items() if rise > 0 and passed > 0}

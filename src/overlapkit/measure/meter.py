@@ -1,11 +1,10 @@
 """StepMeter: attaches to a training loop by public hooks and shares every step's time out among the lanes."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +35,8 @@ from overlapkit.measure.progress import ProgressLine, progress_line
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
 from overlapkit.measure.sources import Coverage
-from overlapkit.measure.timeline import Timeline, Turn
+from overlapkit.measure.stepping import Step, each_step
+from overlapkit.measure.timeline import Timeline
 from overlapkit.measure.tracing import StepTracer
 from overlapkit.span import Span
 
@@ -134,9 +134,8 @@ class StepMeter:
         self._companions: list[Companion] = [self._across]  # first in, first told
         self._tracer: StepTracer | None = None
         if trace_every is not None:
-            self._tracer = StepTracer(
-                trace_every, trace_folder, self._rank, self._phases, self._ledger.coverage
-            )
+            coverage = self._ledger.coverage
+            self._tracer = StepTracer(trace_every, trace_folder, self._rank, self._phases, coverage)
             self._companions.append(self._tracer)
         self._closeup = Closeup(model, self._phases, self._ledger.own)
         self._companions.append(self._closeup)  # after the tracer: a step that is traced is not measured
@@ -178,7 +177,7 @@ class StepMeter:
             raise RuntimeError("meter.log() after meter.close(): log before it")
         self._live.logged.log(max(0, self._index - (not self._inside.locked())), values)
 
-    def step(self, tokens: int | None = None) -> "_Step":
+    def step(self, tokens: int | None = None) -> Step:
         """A context manager around one training step.
 
         Args:
@@ -189,7 +188,7 @@ class StepMeter:
             ValueError: `tokens` is below 1.
             RuntimeError: On entering: inside another step or a pause, or after close().
         """
-        return _Step(self, tokens, fed=False)
+        return Step(self, tokens)
 
     def steps(self, loader: Iterable[T], *, tokens: int | None = None) -> Iterator[T]:
         """Iterate over `loader`, each turn of the loop being one step.
@@ -208,19 +207,7 @@ class StepMeter:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"loader={loader!r}: give an iterable of batches")
         check_tokens(tokens)
-        return self._draw(loader, tokens)
-
-    def _draw(self, loader: Iterable[T], tokens: int | None) -> Iterator[T]:
-        batches = iter(loader)
-        while True:
-            start = time.perf_counter_ns()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            self._ledger.own.append(Span("input", "next", start, time.perf_counter_ns(), exposed=True))
-            with _Step(self, tokens, fed=True):
-                yield batch
+        return each_step(self, loader, tokens)
 
     def pause(self) -> AbstractContextManager[None]:
         """Leave out what the body does (evaluation, sampling), inside a step or between two."""
@@ -262,6 +249,9 @@ class StepMeter:
     def _turn(self, kind: str) -> None:
         self._phases.turn(kind)
 
+    def _drew(self, span: Span) -> None:
+        self._ledger.own.append(span)
+
     def _enter(self) -> None:
         if self._closed:
             raise RuntimeError("meter.step() after meter.close(): make a new StepMeter")
@@ -283,7 +273,7 @@ class StepMeter:
         self._ledger.coverage.device = device
         self._clock = clock_of(device)
         self._closeup.start(device)
-        self._phases.timeline = Timeline(self._clock, self._boundary(None, "inside"))
+        self._phases.timeline = Timeline.after(None, self._clock, "inside")
 
     def _leave(self, tokens: int | None, *, fed: bool, whole: bool) -> None:
         assert self._clock is not None
@@ -302,18 +292,10 @@ class StepMeter:
         self._index += whole
         phases.timeline = None
         if self._index % self._every == 0:
-            phases.timeline = Timeline(self._clock, self._boundary(timeline if whole else None, "outside"))
+            phases.timeline = Timeline.after(timeline if whole else None, self._clock, "outside")
         phases.inside = False
         self._inside.release()
         self._publish()
-
-    def _boundary(self, ended: Timeline | None, kind: str) -> Turn:
-        """The turn at which a period begins: where the one before it ended, if that was measured."""
-        assert self._clock is not None
-        if ended is not None:
-            return ended.last._replace(kind=kind)
-        now = self._clock.now()
-        return Turn(kind, now, self._clock.mark(now))
 
     def _publish(self) -> None:
         if self._index % _BATCH == 0 or self._index % _WINDOW == 0:  # one by one they cost twice as much
@@ -322,24 +304,3 @@ class StepMeter:
             if self._live.wants_reports and self._recorded // _WINDOW > due:
                 self._live.report(self._report(_WINDOW, patience=0.0))
         self._live.step(self._index, self._ledger.records)
-
-
-class _Step:
-    """What `step()` returns. A class, because a generator's context manager costs three times as much."""
-
-    __slots__ = ("_fed", "_meter", "_tokens")
-
-    def __init__(self, meter: StepMeter, tokens: int | None, *, fed: bool) -> None:
-        if tokens is not None:
-            check_tokens(tokens)
-        self._meter = meter
-        self._tokens = tokens
-        self._fed = fed
-
-    def __enter__(self) -> None:
-        self._meter._enter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._meter._leave(self._tokens, fed=self._fed, whole=kind is None)

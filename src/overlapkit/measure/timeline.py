@@ -35,6 +35,14 @@ class Timeline:
         self._marks = [first.mark]
         self._times: list[int] = []
 
+    @classmethod
+    def after(cls, ended: "Timeline | None", clock: Clock, kind: str) -> "Timeline":
+        """The next period: it begins where the one before it ended, if that was measured, else now."""
+        if ended is not None:
+            return cls(clock, ended.last._replace(kind=kind))
+        now = clock.now()
+        return cls(clock, Turn(kind, now, clock.mark(now)))
+
     @property
     def last(self) -> Turn:
         """The latest turn."""

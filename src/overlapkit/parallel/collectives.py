@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from overlapkit.parallel import exchange
-from overlapkit.parallel.traffic import LANE, Label, Pending, Traffic, at_end_of_backward
+from overlapkit.parallel.traffic import LANE, Label, Pending, Traffic, at_end_of_backward, group_name
 from overlapkit.parallel.waits import GatherWaits
 from overlapkit.span import Mark, Span
 
@@ -41,6 +41,7 @@ class _Collective:
         self._kind, self._tag, self._traffic = kind, place, traffic
         self._log = traffic.log
         self._streams: deque[torch.cuda.Stream] = deque(maxlen=2)  # on which buffers were asked for
+        self._group = ""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat buffer for one collective."""
@@ -59,7 +60,13 @@ class _Collective:
         self._streams.clear()
         parameters = self.label.parameters
         with self._log.stream(
-            LANE, self.label.name, stream, bytes=nbytes, ready=ready, parameters=parameters
+            LANE,
+            self.label.name,
+            stream,
+            bytes=nbytes,
+            ready=ready,
+            parameters=parameters,
+            group=self._group,
         ):
             return queue()
 
@@ -87,6 +94,7 @@ class AllGather(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather `input_tensor` (n,) of each rank into `output_tensor` (n * ranks,)."""
+        self._group = group_name(group)
 
         def queue(async_op: bool = False) -> Any:
             return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -158,6 +166,7 @@ class ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce `input_tensor` (n * ranks,) over the ranks, each rank's part into `output_tensor` (n,)."""
+        self._group = group_name(group)
         trained = (name for name, find in self._parameters.items() if find().requires_grad)
         self.label = self.label._replace(parameters=tuple(trained))
 
@@ -196,15 +205,19 @@ class ReduceScatter(_Collective):
         """FSDP2's hook: the all-reduce that followed on a 2-D mesh is done, or queued on this stream."""
         scattered, self._scattered = self._scattered, None
         name, parameters = f"all_reduce {self._unit}", self.label.parameters
+        group = group_name(self._mesh.get_group(0))
         if isinstance(scattered, int):
             now = time.perf_counter_ns()
             head = (LANE, name, scattered, now, reduced.nbytes)
-            self._log.add(Span(*head, exposed=True, ready=scattered, parameters=parameters))
+            span = Span(*head, exposed=True, ready=scattered, parameters=parameters, group=group)
+            self._log.add(span)
         elif scattered is not None:
             watch = self._traffic.watch("all_reduce", reduced.device)
             watch.wait_stream(torch.cuda.current_stream(reduced.device))
             ends = scattered, self._log.mark(watch)
-            self._log.between(LANE, name, watch, ends, bytes=reduced.nbytes, parameters=parameters)
+            self._log.between(
+                LANE, name, watch, ends, bytes=reduced.nbytes, parameters=parameters, group=group
+            )
 
     def _only_named(self, dtype: torch.dtype) -> bool:
         """Whether FSDP2 will only make new gradients of the result: it reads nothing of it."""

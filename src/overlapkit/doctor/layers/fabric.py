@@ -80,6 +80,8 @@ def counting(watch: Watch, seconds: float) -> Callable[[Subject], Iterator[Line]
     """The check of counters that a watch was set on."""
 
     def counters(subject: Subject) -> Iterator[Line]:
+        if watch.first is None:
+            return  # they did not answer, which was said then
         if not watch.first:
             yield FABRIC.absent("counters", "no port or interface that counts errors")
             return
@@ -214,6 +216,16 @@ def _paused(whose: str, way: str, rate: float) -> Line:
 def _kernel(subject: Subject) -> tuple[int, ...]:
     release = (subject.machine.maybe("/proc/sys/kernel/osrelease") or "").split(".")
     return tuple(int(part) for part in release[:2] if part.isdigit())
+
+
+def begin(watch: Watch) -> Check:
+    """Sets the watch, first of all: what other checks take is time in which counters rise."""
+
+    def look(subject: Subject) -> Iterator[Line]:
+        watch.begin()
+        yield from ()
+
+    return Check(FABRIC, "counters", look)
 
 
 def checks(watch: Watch, seconds: float) -> tuple[Check, ...]:

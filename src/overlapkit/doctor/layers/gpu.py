@@ -10,7 +10,7 @@ from overlapkit.doctor.machine import Unreadable
 from overlapkit.doctor.subject import Subject
 
 GPU = Layer("gpu")
-_USED = 0.05  # of a GPU's memory: more than what the driver itself takes
+_USED = 0.05, 1 << 30  # of a GPU's memory, and bytes: more than what the driver and one context take
 
 
 def devices(subject: Subject) -> Iterator[Line]:
@@ -52,8 +52,7 @@ def memory(subject: Subject) -> Iterator[Line]:
         yield GPU.unknown("memory", "the driver does not say")
         return
     for at, gpu in found:
-        used = (gpu.used or 0) / (gpu.memory or 1)
-        if used > _USED:
+        if (gpu.used or 0) > max(_USED[0] * (gpu.memory or 0), _USED[1]):
             whose = f" by {gpu.others} process(es)" if gpu.others else ""
             yield GPU.weak(
                 "memory",
@@ -183,6 +182,8 @@ def _hidden_by(subject: Subject) -> str:
 
 
 def _why_unseen(subject: Subject, hidden: str) -> str:
+    if subject.torch.trouble:
+        return f"torch says: {subject.torch.trouble}"
     if hidden:
         return f"{hidden} hides them: unset it"
     if subject.torch.cuda is None and subject.torch.hip is None:

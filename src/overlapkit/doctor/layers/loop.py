@@ -267,21 +267,8 @@ def _cpus_by_node(machine: Machine) -> dict[int, set[int]]:
 
 def _node_of_gpu(subject: Subject) -> int | None:
     """Of the GPU that this rank takes by its local rank."""
-    if not subject.on_gpus:
-        return None
-    if isinstance(subject.gpus, str):
-        addresses = list(pci.gpus(subject.machine))
-    else:
-        addresses = [gpu.address for gpu in subject.gpus.read()]
-    visible = subject.machine.environ.get("CUDA_VISIBLE_DEVICES")
-    order = list(range(len(addresses)))
-    if visible is not None:
-        chosen = visible.split(",")
-        if not all(one.strip().isdigit() for one in chosen):
-            return None  # by UUID
-        order = [int(one) for one in chosen if int(one) < len(addresses)]
-    at = subject.place.local_rank
-    return pci.numa_node(subject.machine, addresses[order[at]]) if at < len(order) else None
+    at, addresses = subject.place.local_rank, subject.torch.addresses
+    return pci.numa_node(subject.machine, addresses[at]) if at < len(addresses) else None
 
 
 def _bytes(text: str) -> int | None:

@@ -67,25 +67,43 @@ def pcie(subject: Subject) -> Iterator[Line]:
 def copies(subject: Subject, rate: Callable[[int], float] = host_to_device) -> Iterator[Line]:
     """What a copy from pinned memory reaches, beside what the link carries."""
     rates = {at: rate(at) for at in range(len(subject.torch.devices))}
-    gpus, slow = located(subject), []
-    for at, reached in rates.items():
-        if len(gpus) != len(rates) or gpus[at].mig:  # torch's order is not known to be the driver's
-            continue
+    slow: list[int] = []
+    compared = 0
+    for at, address in enumerate(subject.torch.addresses):
+        reached = rates[at]
         try:
-            best = pci.link(subject.machine, gpus[at].address).best
+            best = pci.link(subject.machine, address).best
         except Unreadable:
             continue
+        compared += 1
         if reached < _GOOD * best:
             slow.append(at)
             yield PATH.weak(
                 "copies",
-                f"GPU {at}: {reached / 1e9:.1f} GB/s from pinned memory, the link carries {best / 1e9:.1f}",
+                f"cuda:{at} ({address}): {reached / 1e9:.1f} GB/s from pinned memory, its link carries "
+                f"{best / 1e9:.1f}",
                 "batches, offloaded state and staged checkpoints take that much longer",
                 "see path pcie; bind the process to the GPU's NUMA node: torchrun --numa-binding=node",
             )
     if rates and not slow:
         low, high = min(rates.values()) / 1e9, max(rates.values()) / 1e9
-        yield PATH.ok("copies", f"{low:.1f} to {high:.1f} GB/s from pinned memory")
+        saw = f"{low:.1f} to {high:.1f} GB/s from pinned memory"
+        if compared:
+            yield PATH.ok("copies", saw)
+        else:
+            yield PATH.unknown("copies", f"{saw}; what the links carry is not said")
+
+
+def numa(subject: Subject) -> Iterator[Line]:
+    """The NUMA node of each GPU."""
+    homes: dict[int | None, list[int]] = defaultdict(list)
+    for at, gpu in enumerate(located(subject)):
+        homes[pci.numa_node(subject.machine, gpu.address)].append(at)
+    several = len(pci.nodes(subject.machine)) > 1
+    if None in homes and several:
+        yield PATH.unknown("numa", f"GPU {spans(homes[None])}: the firmware does not say on which node")
+    else:
+        yield PATH.ok("numa", joined(f"GPU {spans(on)} on node {node or 0}" for node, on in homes.items()))
 
 
 def nvlink(subject: Subject) -> Iterator[Line]:
@@ -110,8 +128,8 @@ def nvlink(subject: Subject) -> Iterator[Line]:
     if errors:
         yield PATH.weak(
             "nvlink",
-            f"GPU {spans(errors)}: replays, recoveries or CRC errors since the driver was loaded",
-            "each is sent again: rates that fall and rise",
+            f"GPU {spans(errors)}: links were trained anew since the driver was loaded",
+            "collectives stand still meanwhile, and fail where it does not succeed",
             "nvidia-smi nvlink -e -i N; where the counts grow, have the GPU or the baseboard looked at",
         )
     if not bad and not errors:
@@ -173,7 +191,7 @@ def nics(subject: Subject) -> Iterator[Line]:
             f"a NIC in a slot of socket {node}, or bring up the one that is there; else use the GPUs near it",
         )
     if unsaid:
-        yield PATH.unknown("nics", f"GPU {spans(unsaid)}: the firmware does not say on which socket they are")
+        yield PATH.unknown("nics", f"GPU {spans(unsaid)}: the firmware does not say on which node they are")
     if nearest and not far:
         way = max((way for way, _ in nearest.values()), key=pci.DISTANCES.index)
         yield PATH.ok("nics", f"each GPU's nearest NIC is {way} or nearer: {pci.FAR[way]}")
@@ -211,6 +229,7 @@ def _with(look: Callable[[Subject], Iterator[Line]]) -> Callable[[Subject], Iter
 CHECKS = (
     Check(PATH, "pcie", _with(pcie)),
     Check(PATH, "copies", copies, seconds=60.0),
+    Check(PATH, "numa", _with(numa)),
     Check(PATH, "nvlink", _with(nvlink)),
     Check(PATH, "peers", _with(peers)),
     Check(PATH, "nics", _with(nics)),

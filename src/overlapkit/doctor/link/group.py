@@ -15,22 +15,21 @@ def group(place: Place, store: Any, timeout: float) -> Iterator[str]:
 
     Args:
         place: This rank.
-        store: The job's; all ranks are known to be there.
+        store: For this group alone; all ranks are known to be there.
         timeout: Seconds of a collective.
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     if has_process_group():
-        yield "cuda" if "nccl" in dist.get_backend() else "cpu"
+        yield "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         return
     on_gpus = dist.is_nccl_available() and place.local_world <= torch.cuda.device_count()
     if on_gpus:
         torch.cuda.set_device(place.local_rank)
     dist.init_process_group(
         "nccl" if on_gpus else "gloo",
-        store=PrefixStore("overlapkit-doctor/group", store),
+        store=store,
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=timeout),

@@ -12,6 +12,7 @@ from overlapkit.doctor.line import Line, joined, spans
 from overlapkit.doctor.link.fit import WIRE, fit
 
 _SLOW_PAIR = 2.0  # times the usual pair of the same kind
+_NAMED = 5  # pairs
 _SLOW_WORK = 1.5  # times the usual rank
 _STEPS: dict[str, dict[str, set[str] | None]] = {
     "link": {"path": None, "fabric": {"ports", "nic links", "counters"}},
@@ -95,7 +96,8 @@ def _topology(figures: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Line
             "look at this rank's own lines (path, fabric, loop); leave its machine out and measure again",
         )
         slow = {pair: ratio for pair, ratio in slow.items() if rank not in pair}
-    for (a, b), ratio in sorted(slow.items(), key=lambda one: -one[1]):
+    worst_first = sorted(slow.items(), key=lambda one: -one[1])
+    for (a, b), ratio in worst_first[:_NAMED]:
         where = hosts[a] if hosts[a] == hosts[b] else f"{hosts[a]} and {hosts[b]}"
         yield JOB.weak(
             "topology",
@@ -103,6 +105,13 @@ def _topology(figures: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Line
             "a ring that takes this way has its rate",
             "look at what only these two share: NVLink, a PCIe switch, a cable or switch between them; "
             "order ranks so that they are no neighbours",
+        )
+    if more := worst_first[_NAMED:]:
+        yield JOB.weak(
+            "topology",
+            f"and {len(more)} more pairs, {more[-1][1]:.1f} to {more[0][1]:.1f} times the usual one",
+            "where slow pairs are many, the network between two groups of ranks is",
+            "see which machines the pairs above have in common (--json has all pairs)",
         )
     if not slow and not ranks:
         usual = figures["pair_bytes"] / median_low(sorted(pairs.values())) / 1e9
