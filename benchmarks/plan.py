@@ -190,7 +190,9 @@ def compare(
         figures += [
             Figure(f"{where}, {one.name}: step", report.period_ms, "ms", peer="measured", peer_value=step_ms),
             Figure(f"{where}, {one.name}: step, off by", 100 * off, "%", better="lower", limit=10.0),
-            Figure(f"{where}, {one.name}: exposed share, off by", apart, "points", better="lower", limit=10.0),
+            Figure(
+                f"{where}, {one.name}: exposed share, off by", apart, "points", better="lower", limit=10.0
+            ),
         ]
     if "chosen" in took:
         best = min(step for name, step in took.items() if name.startswith("grid"))

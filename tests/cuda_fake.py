@@ -413,6 +413,9 @@ def fake_cuda() -> Iterator[FakeCuda]:
         "synchronize": lambda device=None: [machine.host_waits(s.clock) for s in machine.streams.values()],
         "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister),
         "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "get_device_name": lambda device=None: "NVIDIA A100-SXM4-80GB",
+        "get_device_capability": lambda device=None: (8, 0),
         "_sleep": lambda cycles: None,
     }
     with contextlib.ExitStack() as stack:

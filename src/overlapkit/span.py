@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -45,6 +46,9 @@ class Span(NamedTuple):
     ready: int | None = None
     parameters: tuple[str, ...] = ()
     group: str = ""
+
+
+_START = itemgetter(Span._fields.index("start"))
 
 
 @dataclass(slots=True)
@@ -110,6 +114,7 @@ class _Pending:
     exposed: bool
     ready: Mark | None
     parameters: tuple[str, ...]
+    group: str
     end: Mark = field(init=False)
 
     def resolve(self) -> Span | None:
@@ -121,7 +126,8 @@ class _Pending:
             self.clock.release(mark)
         end, start, *ready = (at for at in times if at is not None)
         span = Span(self.lane, self.name, start, end, self.bytes, self.exposed, device=True)
-        return span._replace(ready=ready[0] if ready else None, parameters=self.parameters)
+        at = ready[0] if ready else None
+        return span._replace(ready=at, parameters=self.parameters, group=self.group)
 
 
 class _HostSpan:
@@ -181,13 +187,14 @@ class SpanLog:
         exposed: bool = False,
         ready: Mark | None = None,
         parameters: tuple[str, ...] = (),
+        group: str = "",
     ) -> Iterator[None]:
         """Time what the body queues on a CUDA stream, by two events on that stream.
 
         A mark given as `ready` belongs to this span alone.
         """
         clock = self._clock(stream)
-        pending = _Pending(lane, name, clock, clock.mark(stream), bytes, exposed, ready, parameters)
+        pending = _Pending(lane, name, clock, clock.mark(stream), bytes, exposed, ready, parameters, group)
         try:
             yield
         finally:
@@ -208,13 +215,14 @@ class SpanLog:
         bytes: int | None = None,
         exposed: bool = False,
         parameters: tuple[str, ...] = (),
+        group: str = "",
     ) -> None:
         """Record what lies between two marks of the stream's device; nothing where the first is passed last.
 
         So a wait lies between a mark of the stream that waits and one of the stream that is waited for.
         """
         start, end = ends
-        pending = _Pending(lane, name, self._clock(stream), start, bytes, exposed, None, parameters)
+        pending = _Pending(lane, name, self._clock(stream), start, bytes, exposed, None, parameters, group)
         pending.end = end
         self._pending.append(pending)
 
@@ -229,7 +237,8 @@ class SpanLog:
                 taken.append(span)
         self._pending.extend(still)
         taken += _drained(self._spans)
-        return sorted(taken, key=lambda span: span.start)
+        taken.sort(key=_START)
+        return taken
 
     def _clock(self, stream: torch.cuda.Stream) -> DeviceClock:
         index = stream.device.index

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch._dynamo  # DDP and optimizers import it; here once, and not in each rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -83,6 +83,13 @@ def test_when_buckets_were_ready_is_marked(tmp_path):
     assert black[3] == black[2]
 
 
+def test_the_garbage_collector_has_a_row_where_it_ran(tmp_path):
+    one = trace(0, 0, *STEP, waits={"garbage": [(5 * MS, 9 * MS)]})
+    save_drawing(tmp_path / "a.png", [one], [], {})
+    save_drawing(tmp_path / "b.png", [trace(0, 0, *STEP, waits={"garbage": []})], [], {})
+    assert red_pixels(tmp_path / "a.png") > 1.5 * red_pixels(tmp_path / "b.png")
+
+
 def test_pauses_notes_and_steps_of_no_length_can_be_drawn(tmp_path):
     steps = [trace(0, 5, ("outside", 0)), trace(1, 5, ("paused", 3), *STEP)]
     save_drawing(tmp_path / "a.png", steps, [], {"transfer": "not measured: tensors stay on the CPU"})

@@ -238,6 +238,15 @@ def test_tensorboard_is_written_by_rank_0_only(monkeypatch):
     assert (out.scalars, out.closed) == ([], False)
 
 
+def test_a_writer_of_ours_is_closed_when_it_is_dropped(monkeypatch, tmp_path):
+    out = Scalars()
+    monkeypatch.setattr("overlapkit.measure.tensorboard._summary_writer", lambda directory: out)
+    del_me = TensorBoardWriter(tmp_path)
+    theirs = TensorBoardWriter(writer=(given := Scalars()))
+    del del_me, theirs
+    assert (out.closed, given.closed) == (True, False)  # what was given is not ours to close
+
+
 def test_what_a_tensorboard_writer_needs(monkeypatch, tmp_path):
     for given in ({}, {"directory": tmp_path, "writer": Scalars()}):
         with pytest.raises(TypeError, match="give one of the two"):

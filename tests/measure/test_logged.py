@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 import subprocess
 import sys
 
@@ -84,6 +85,28 @@ def test_values_of_a_device_arrive_later_in_order_without_a_wait():
     assert machine.faults == []
     assert all(non_blocking for _, non_blocking in machine.copies)
     assert len(machine.copies) == 4  # one for the values of a call
+
+
+def test_nothing_is_logged_into_a_graph(monkeypatch):
+    with fake_cuda():
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(
+            RuntimeError, match="while a CUDA graph is captured: log the graph's output after"
+        ):
+            Told().log(0, {"loss": on_device(torch.tensor(1.0))})
+
+
+def test_a_forked_child_leaves_the_values_to_its_parent():
+    calls = []
+    meter = StepMeter(on_log=[lambda step, values: calls.append(step)])
+    meter.log(loss=1)
+    child = os.fork()
+    if child == 0:
+        meter._live.close()
+        os._exit(len(calls))
+    assert os.waitpid(child, 0)[1] == 0
+    meter.close()
+    assert calls == [0]
 
 
 def test_what_is_left_is_waited_for_at_the_end_and_only_then(monkeypatch):

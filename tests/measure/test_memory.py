@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from overlapkit.measure import memory
-from overlapkit.measure.memory import Peak, PeakWatch, looks_closely, peak_memory
+from overlapkit.measure.memory import Peak, PeakWatch, looks_closely, peak_memory, reset_peak
 
 CPU = torch.device("cpu")
 
@@ -30,6 +30,7 @@ def peaks(monkeypatch):
     """What the system will say, one reading after the other."""
     values = [1000]
     monkeypatch.setattr(memory, "peak_memory", lambda device: values.pop(0))
+    monkeypatch.setattr(memory, "reset_peak", lambda device: True)
     return values
 
 
@@ -60,6 +61,59 @@ def test_growth_in_steps_that_are_not_looked_at_is_nobodys(peaks):
     assert watch.after(15, "inside") == 2000
     assert watch.top == Peak(2000, 1000, 15, None)
     assert not peaks
+
+
+def test_each_phase_has_a_peak_of_its_own(peaks):
+    watch = PeakWatch(CPU)
+    peaks += [1000, 1200, 1900, 1100, 900]
+    for phase in ("outside", "forward", "recompute", "backward", "optimizer"):
+        watch.look(0, phase)
+    peaks += [1300]
+    assert watch.after(0, "inside") == 1900  # although the record was set back since
+    assert watch.phases == {"forward": 1200, "backward": 1900, "optimizer": 900, "between the phases": 1300}
+    peaks += [700, 1250, 5000]
+    watch.look(1, "outside")
+    watch.look(1, "forward")
+    watch.look(1, "paused")
+    assert (watch.phases["between steps"], watch.phases["forward"]) == (700, 1250)
+    assert 5000 not in watch.phases.values()
+
+
+def test_a_step_that_comes_after_others_unseen_has_no_peak_between_steps(peaks):
+    watch = PeakWatch(CPU)
+    peaks += [1000, 9000, 1100]
+    watch.after(16, "inside")  # the next one is not looked at closely
+    watch.begin(251)
+    watch.look(251, "forward")
+    assert watch.phases == {"forward": 1100}
+
+
+def test_where_the_record_cannot_be_set_back_no_phase_has_a_peak(peaks, monkeypatch):
+    monkeypatch.setattr(memory, "reset_peak", lambda device: False)
+    watch = PeakWatch(CPU)
+    peaks += [1500, 1600]
+    watch.look(0, "forward")
+    assert watch.after(0, "backward") == 1600
+    assert watch.phases == {}
+    assert watch.top == Peak(1600, 100, 0, "backward")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+def test_the_kernels_record_begins_again_at_what_is_in_use():
+    block = bytearray(64 << 20)
+    block[::4096] = bytes(len(block[::4096]))
+    high = peak_memory(CPU)
+    del block
+    if not reset_peak(CPU):
+        pytest.skip("this system does not let it be set back")
+    assert peak_memory(CPU) < high - (32 << 20)
+
+
+def test_on_a_gpu_the_allocators_record_is_set_back(monkeypatch):
+    reset = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    assert reset_peak(torch.device("cuda", 1))
+    assert reset == [torch.device("cuda", 1)]
 
 
 def test_no_record_of_peaks(peaks):

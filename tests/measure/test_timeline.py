@@ -35,12 +35,12 @@ def test_it_is_unresolved_until_the_device_has_passed_the_end():
 
 
 def test_all_marks_but_the_last_are_given_back():
-    clock = FakeClock()
+    clock = FakeClock(on_device=True)
     timeline = Timeline(clock, Turn("inside", 1, 1))
     clock.host = 2
     timeline.turn("forward")
     clock.host = 3
-    last = timeline.turn("end")
+    timeline.turn("end")
     timeline.release()
     assert clock.released == [1, 2]
-    assert timeline.last is last
+    assert timeline.last == ("end", 3, 3)

@@ -117,9 +117,14 @@ def test_ranks_trace_the_same_step_and_are_compared_from_the_folder(tmp_path):
                 model(torch.ones(2, 8)).sum().backward()
                 optimizer.step()
         meter.close()
-        return meter.report().traced_step
+        report = meter.report()
+        left = next(answer for answer in report.answers if answer.name == "communication left")
+        return report.traced_step, report.parts["communication"].mean_ms, left.value, left.evidence
 
-    assert run_ranks(2, train) == [2, 2]
+    for step, measured, left, evidence in run_ranks(2, train):
+        assert (step, measured) == (2, None)  # DDP of its own publishes nothing
+        assert left >= 0
+        assert evidence.startswith("traced step 2: ")
     together = explain(tmp_path / "step-2")
     assert [one.rank for one in together.trace.ranks] == [0, 1]
     assert together.trace.arrivals.straggler.rank == 1
@@ -275,3 +280,23 @@ def test_what_the_meter_measured_is_not_found_again_in_a_trace(tmp_path):
     known = replace(report.parts["transfer"], mean_ms=0.1, share=0.001, worst_ms=0.1)
     report = replace(report, parts={**report.parts, "transfer": known}, findings=())
     assert [finding.lane for finding in _fold(report, 99, traced, None).findings] == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_are_traced():
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    meter = StepMeter(model, optimizer, trace_every=4)
+    for _ in range(6):
+        with meter.step():
+            model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+            optimizer.step()
+    meter.close()
+    report = meter.report()
+    assert report.traced_step == 3
+    (step,) = report.trace.steps
+    assert step.lanes.compute > 0
+    assert report.trace.ranks[0].device is not None
+    assert [record.index for record in report.records] == [1, 2, 4, 5]
+    fed = next(answer for answer in report.answers if answer.name == "compute fed")
+    assert "traced step 3: idle for" in fed.evidence

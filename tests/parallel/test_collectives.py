@@ -147,7 +147,9 @@ def test_the_training_thread_waits_where_fsdp2_reads_the_result(monkeypatch: pyt
                 loss_of(plain, batch(3)).backward()
             with monkeypatch.context() as patch:
                 patch.setattr(
-                    Traffic, "wait_late", lambda self, one, real=real: (late.append(True), real(self, one))
+                    Traffic,
+                    "wait_late",
+                    lambda self, one, real=real, late=late: (late.append(True), real(self, one)),
                 )
                 loss_of(model, batch(4)).backward()
             loss_of(plain, batch(4)).backward()

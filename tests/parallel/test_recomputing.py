@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,9 +292,17 @@ def test_models_that_have_no_blocks_or_recompute_already():
         recompute(nn.Linear(WIDTH, WIDTH), "full")
     with pytest.raises(TypeError, match="model=str"):
         recompute("model", "full")
-    with pytest.raises(ValueError, match="model.blocks.0 recomputes already"):
-        recompute(recompute(gpt(), "full"), "full")
+    model = recompute(recompute(gpt(), "full", blocks=["blocks.0"]), "selective", blocks=["blocks.1.up"])
+    for block, first in (("blocks.0.up", "blocks.0"), ("blocks.1", "blocks.1.up"), ("blocks.0", "blocks.0")):
+        with pytest.raises(ValueError, match=f"model.{first} recomputes already"):
+            recompute(model, "full", blocks=[block])
     model = gpt()
     model.gradient_checkpointing = True  # as Hugging Face's models have it
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
         recompute(model, "full")
+    model.gradient_checkpointing = False
+    model.config = SimpleNamespace(use_cache=True)
+    with pytest.raises(ValueError, match="model.config.use_cache = False"):
+        recompute(model, "full")
+    model.config.use_cache = False
+    recompute(model, "full")

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 from overlapkit.measure.across.words import is_late, tail_split, together
 from overlapkit.measure.advice import Finding, is_notable
+from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.memory import Peak
+from overlapkit.measure.record import backwards
 from overlapkit.measure.summary import Window
 
 MIB = 2**20
@@ -44,7 +46,9 @@ class Answer:
     fix: str | None
 
 
-def answer(window: Window, peak: Peak | None, findings: Sequence[Finding]) -> tuple[Answer, ...]:
+def answer(
+    window: Window, peak: Peak | None, findings: Sequence[Finding], detail: StepDetail
+) -> tuple[Answer, ...]:
     """The seven answers, in order."""
     fixes = {finding.lane: finding.fix for finding in findings}
     return (
@@ -54,7 +58,7 @@ def answer(window: Window, peak: Peak | None, findings: Sequence[Finding]) -> tu
         _buckets(window),
         _arrival(window, fixes),
         _left(window, fixes),
-        _peak(window, peak),
+        _peak(window, peak, detail),
     )
 
 
@@ -103,15 +107,15 @@ def _buckets(window: Window) -> Answer:
     if "model" not in window.coverage.taps:
         return unmeasured(name, "ms", window.coverage.missing("communication") or "")
     for trace in reversed(window.traces):
-        backward = [part for part in trace.segments if part.kind == "backward"]
-        begin, end = (backward[-1].start, backward[-1].end) if backward else (0, 0)
-        ready = sorted(
-            (span.start - begin, span.name)
-            for span in window.spans
-            if span.lane == "communication" and span.bytes and begin <= span.start < end
-            if span.name.startswith(("all_reduce", "reduce_scatter"))
-        )
-        if ready:
+        for begin, end in reversed(backwards(trace.segments)):
+            ready = sorted(
+                ((span.start if span.ready is None else span.ready) - begin, span.name)
+                for span in trace.collectives
+                if span.bytes and span.name.startswith(("all_reduce", "reduce_scatter"))
+                if begin <= (span.start if span.ready is None else span.ready) < end
+            )
+            if not ready:
+                continue
             evidence = (
                 f"step {trace.index}: {len(ready)} of them, the first after {ready[0][0] / 1e6:.1f} ms; "
                 f"last {ready[-1][1]}"
@@ -137,7 +141,7 @@ def _left(window: Window, fixes: dict[str, str]) -> Answer:
     return left if split is None else replace(left, evidence=f"{split}; {left.evidence}")
 
 
-def _peak(window: Window, peak: Peak | None) -> Answer:
+def _peak(window: Window, peak: Peak | None, detail: StepDetail) -> Answer:
     name, highest = "peak memory", window.records[-1].peak_memory if window.records else None
     if not window.records:
         return unmeasured(name, "MiB", "no step has been measured yet")
@@ -145,11 +149,16 @@ def _peak(window: Window, peak: Peak | None) -> Answer:
         return unmeasured(name, "MiB", "this system keeps no record of it")
     if peak is None:
         return say(name, highest / MIB, "MiB", "no", "reached before the first step")
-    evidence = f"{peak.growth / MIB:+.1f} MiB {_place(peak)}"
+    evidence = f"{_by_phase(detail)}{peak.growth / MIB:+.1f} MiB {_place(peak)}"
     verdict = {None: "unknown", "optimizer": "optimizer"}.get(peak.phase, "no")
     if peak.phase == "outside" and any(span.lane == "checkpoint" for span in window.spans):
         verdict = "checkpoint, perhaps"
     return say(name, highest / MIB, "MiB", verdict, evidence)
+
+
+def _by_phase(detail: StepDetail) -> str:
+    peaks = {phase: value for phase, value in (detail.peaks or {}).items() if not phase.startswith("between")}
+    return "".join(f"{phase} {value / MIB:.0f}, " for phase, value in peaks.items())
 
 
 def _place(peak: Peak) -> str:

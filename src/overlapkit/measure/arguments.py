@@ -53,6 +53,20 @@ def check_options(every: int, history: int, hang_timeout: object, on_hang: objec
         raise ValueError(f"on_hang={on_hang!r} without hang_timeout: set hang_timeout=300, say")
 
 
+def check_speed(**numbers: float | None) -> None:
+    """What utilisation is counted with.
+
+    Raises:
+        TypeError: One is no number.
+        ValueError: One is not above 0, or not finite.
+    """
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"{name}={value!r}: give a number above 0, such as 989e12, or None")
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value}: give a number above 0, such as 989e12, or None")
+
+
 def check_live(on_report: object, on_log: object, progress: object) -> None:
     """What is told while training goes on.
 

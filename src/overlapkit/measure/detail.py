@@ -163,4 +163,11 @@ class StepDetail:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return asdict(self)
+        return {name: _listed(value) for name, value in asdict(self).items()}
+
+
+def _listed(value: Any) -> Any:
+    """JSON has lists, no tuples."""
+    if isinstance(value, dict):
+        return {key: _listed(part) for key, part in value.items()}
+    return [_listed(part) for part in value] if isinstance(value, (list, tuple)) else value

@@ -42,14 +42,15 @@ def save_drawing(
     traces = _consecutive(traces)
     start, end = traces[0].segments[0].start, traces[-1].segments[-1].end
     view = [(start, end)]
-    rows = [(lane, kind, parts) for lane in LANES for kind, parts in _row(lane, traces, spans)]
+    lanes = [*LANES, *(["garbage"] if any(trace.waits.get("garbage") for trace in traces) else [])]
+    rows = [(lane, kind, parts) for lane in lanes for kind, parts in _row(lane, traces, spans)]
     for lane, kind, parts in rows:
-        _bars(axes, LANES.index(lane), intersect(union(parts), view), start, kind)
+        _bars(axes, lanes.index(lane), intersect(union(parts), view), start, kind)
     ready = [
         (span.ready - start) / 1e6 for span in spans if span.ready is not None and start <= span.ready <= end
     ]
     axes.plot(ready, [LANES.index("communication") - 0.42] * len(ready), label=_READY, **_MARK)
-    _frame(axes, traces, start, end)
+    _frame(axes, lanes, traces, start, end)
     for lane, note in notes.items():
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         axes.text((end - start) / 2e6, LANES.index(lane), note, bbox=box, **_NOTE)
@@ -85,10 +86,10 @@ def _bars(axes: Any, row: int, parts: Sequence[Interval], zero: int, kind: str) 
     axes.broken_barh(bars, (row - height / 2, height), facecolors=color, edgecolor=color, linewidth=0.8)
 
 
-def _frame(axes: Any, traces: Sequence[Trace], start: int, end: int) -> None:
+def _frame(axes: Any, lanes: Sequence[str], traces: Sequence[Trace], start: int, end: int) -> None:
     axes.set_xlim(0, (end - start) / 1e6)
-    axes.set_ylim(len(LANES) - 0.4, -0.6)
-    axes.set_yticks(range(len(LANES)), LANES)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_yticks(range(len(lanes)), lanes)
     axes.set_xlabel("ms")
     axes.tick_params(axis="y", length=0)
     axes.set_axisbelow(True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -19,16 +19,17 @@ class Hook:
     nothing, and a module compiled in place is traced without it.
     """
 
-    def __init__(self, method: Callable[..., None] | None) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
+    def __init__(self, method: Any | None) -> None:
+        self._owner = None if method is None else weakref.ref(method.__self__)
+        self._function: Any = None if method is None else method.__func__
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Pass on what torch passes; changes nothing."""
-        if self._method is None or torch.compiler.is_compiling():
+        if self._owner is None or torch.compiler.is_compiling():
             return
-        method = self._method()
-        if method is not None:
-            method(*args)
+        owner = self._owner()  # a WeakMethod would cost as much as all else here
+        if owner is not None:
+            self._function(owner, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(None)

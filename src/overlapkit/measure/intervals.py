@@ -56,6 +56,23 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
     return left
 
 
+def cut(a: Intervals, start: int, end: int) -> tuple[Intervals, Intervals]:
+    """What of a set lies within one interval, and what outside of it."""
+    inside: Intervals = []
+    outside: Intervals = []
+    for part in a:
+        begin, close = part
+        if close <= start or begin >= end:
+            outside.append(part)
+            continue
+        if begin < start:
+            outside.append((begin, start))
+        inside.append((begin if begin > start else start, close if close < end else end))
+        if close > end:
+            outside.append((end, close))
+    return inside, outside
+
+
 def length(a: Intervals) -> int:
     """The time covered."""
     return sum(end - start for start, end in a)

@@ -1,5 +1,6 @@
 """What a loop hears of its steps while it runs: logged values, reports, the progress line."""
 
+import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ class Live:
         self._on_report = tuple(on_report)
         self._line = line
         self.logged = Logged(self._listeners)
-        self._end = weakref.finalize(self, _finish, self.logged, line)  # at exit, too: nothing is lost
+        self._end = weakref.finalize(self, _finish, os.getpid(), self.logged, line)  # at exit, too
 
     @property
     def wants_reports(self) -> bool:
@@ -88,7 +89,9 @@ class _Listeners:
                 )
 
 
-def _finish(logged: Logged, line: ProgressLine | None) -> None:
+def _finish(pid: int, logged: Logged, line: ProgressLine | None) -> None:
+    if pid != os.getpid():
+        return  # a forked child's exit: the values are its parent's to deliver
     try:
         logged.close()
     finally:

@@ -90,6 +90,7 @@ class Logged:
         Raises:
             TypeError: A value is neither, or is a DTensor that no rank holds whole.
             ValueError: A tensor has another number of elements than one.
+            RuntimeError: A CUDA graph is being captured.
         """
         entry = _Entry(step)
         on_device: dict[torch.device, dict[str, Tensor]] = {}
@@ -137,6 +138,10 @@ class Logged:
 
     def _fetch(self, device: torch.device, values: Mapping[str, Tensor]) -> _Coming:
         """Copy beside the step: behind a checkpoint's copies the same one would hold up the step's stream."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "log() while a CUDA graph is captured: log the graph's output after its replay"
+            )
         lane = self._lanes.get(device)
         if lane is None:
             lane = self._lanes[device] = Lane("log", device)

@@ -1,7 +1,9 @@
-"""Peak memory, and the phase that created it, without resetting anybody's statistics.
+"""Peak memory: the highest point so far, the phase that created it, and the peak within each phase.
 
-Both sources only ever grow: the allocator's peak on a GPU, VmHWM (the kernel's record of the largest
-resident set) on Linux. So the phase in which the number last grew (by 1 %) made the peak.
+The sources are the allocator's peak on a GPU, and VmHWM (the kernel's record of the largest resident set) on
+Linux. Both only ever grow, so they are set back after each phase of a step that is looked at closely: what
+`torch.cuda.max_memory_allocated` and `ru_maxrss` say then counts from there. Where they cannot be set back,
+the phase in which the number last grew still made the peak.
 """
 
 import contextlib
@@ -21,6 +23,23 @@ def peak_memory(device: torch.device) -> int | None:
     return None
 
 
+def reset_peak(device: torch.device) -> bool:
+    """Let the record begin again at what is in use now; whether that could be done."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "wb", buffering=0) as file:
+        file.write(b"5")  # only this record: nothing of the process's memory is touched
+        return True
+    return False
+
+
+_FOLDED = {
+    "loss": "forward",
+    "recompute": "backward",
+    "inside": "between the phases",
+    "outside": "between steps",
+}
 _NOTABLE = 1.01  # a resident set creeps up all the time: who made its last page says nothing
 
 
@@ -43,30 +62,51 @@ class Peak:
 
 
 class PeakWatch:
-    """Follows the peak of this process from construction on."""
+    """Follows the peak of this process from construction on.
+
+    Attributes:
+        top: Where the highest point came from, once it has grown.
+        phases: Bytes at the highest point within each phase, as far as the record could be set back.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._latest = self._highest = peak_memory(device)
+        self._own = False  # whether what is read next is the next phase's alone
         self.top: Peak | None = None
+        self.phases: dict[str, int] = {}
+
+    def begin(self, step: int) -> None:
+        """A step begins that is looked at closely."""
+        self.look(step, "outside")
 
     def look(self, step: int, phase: str) -> None:
         """Read the peak at the end of a phase."""
-        self._read(step, phase)
+        value = self._read(step, phase)
+        if self._own and value is not None and phase != "paused":
+            name = _FOLDED.get(phase, phase)
+            self.phases[name] = max(value, self.phases.get(name, 0))
+        self._own = reset_peak(self._device)
 
     def after(self, step: int, phase: str | None) -> int | None:
         """The peak at the end of a step, in bytes, as last read."""
-        if looks_closely(step):
-            self._read(step, phase)
-        elif looks_closely(step + 1):  # what has grown unseen is not the doing of the next step's phases
+        follows = looks_closely(step + 1)
+        if looks_closely(step) and phase is not None:
+            self.look(step, phase)
+            self._own = self._own and follows
+        elif follows:  # what has grown unseen is not the doing of the next step's phases
             self._read(step, None)
+            self._own = reset_peak(self._device)
         return self._latest
 
-    def _read(self, step: int, phase: str | None) -> None:
-        self._latest = value = peak_memory(self._device)
+    def _read(self, step: int, phase: str | None) -> int | None:
+        value = peak_memory(self._device)
+        if value is not None:
+            self._latest = max(value, self._latest or 0)
         if value is not None and self._highest is not None and value > self._highest * _NOTABLE:
             self.top = Peak(value, value - self._highest, step, phase)
             self._highest = value
+        return value
 
 
 def looks_closely(step: int) -> bool:

@@ -1,11 +1,10 @@
 """StepMeter: attaches to a training loop by public hooks and shares every step's time out among the lanes."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -20,28 +19,31 @@ from overlapkit.measure.arguments import (
     check_live,
     check_options,
     check_parts,
+    check_speed,
     check_tokens,
     check_tracing,
     device_of,
 )
 from overlapkit.measure.clock import Clock, clock_of
+from overlapkit.measure.closeup import Closeup
 from overlapkit.measure.companion import Companion
 from overlapkit.measure.ledger import Finished, Ledger
 from overlapkit.measure.live import Live
 from overlapkit.measure.logged import Tell
-from overlapkit.measure.memory import PeakWatch, looks_closely
 from overlapkit.measure.phases import Phases
 from overlapkit.measure.progress import ProgressLine, progress_line
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
 from overlapkit.measure.sources import Coverage
-from overlapkit.measure.timeline import Timeline, Turn
+from overlapkit.measure.stepping import Step, each_step
+from overlapkit.measure.timeline import Timeline
 from overlapkit.measure.tracing import StepTracer
 from overlapkit.span import Span
 
 T = TypeVar("T")
 
 _WINDOW = 100  # steps that a report covers
+_BATCH = 10  # steps that are recorded together
 
 
 class StepMeter:
@@ -69,6 +71,9 @@ class StepMeter:
         checkpointer: Publishes the lane checkpoint.
         every: Measure every n-th step.
         history: How many records are kept.
+        peak_flops: Of the device, a second; None to look it up by the device's name and the model's dtypes.
+        flops_per_token: Of the model, forward and backward; None to count the operators of a step, which
+            cannot be done where torch.compile is at work.
         trace_every: Trace the last of each so many steps with torch.profiler, read the trace in the
             background, and let `report()` tell what it shows. A traced step is not measured.
         trace_folder: Keep traces there, as step-N/rank-R.json.gz.
@@ -96,6 +101,8 @@ class StepMeter:
         *,
         every: int = 1,
         history: int = 1000,
+        peak_flops: float | None = None,
+        flops_per_token: float | None = None,
         trace_every: int | None = None,
         trace_folder: str | PathLike[str] | None = None,
         hang_timeout: float | None = None,
@@ -106,6 +113,7 @@ class StepMeter:
     ) -> None:
         check_parts(model, optimizer, loader, checkpointer)
         check_options(every, history, hang_timeout, on_hang)
+        check_speed(peak_flops=peak_flops, flops_per_token=flops_per_token)
         check_live(on_report, on_log, progress)
         check_tracing(trace_every, trace_folder)
         self._rank, world = rank_and_world()
@@ -114,26 +122,28 @@ class StepMeter:
         self._model = model
         self._optimizer = optimizer
         self._every = every
+        self._speed = {"peak_flops": peak_flops, "flops_per_token": flops_per_token}
         self._live = Live(on_report, on_log, progress_line(progress, self._rank))
         self._clock: Clock | None = None
-        self._peaks: PeakWatch | None = None
         self._inside = threading.Lock()  # held inside a step
         self._index = 0  # of the step that is on, or of the next one
         self._recorded = 0
         self._closed = False
-        self._phases = Phases(model, optimizer, self._look)
+        self._phases = Phases(model, optimizer)
         self._across = Across(self._ledger, self._phases, every, hang_timeout, on_hang)
         self._companions: list[Companion] = [self._across]  # first in, first told
         self._tracer: StepTracer | None = None
         if trace_every is not None:
-            self._tracer = StepTracer(
-                trace_every, trace_folder, self._rank, self._phases, self._ledger.coverage
-            )
+            coverage = self._ledger.coverage
+            self._tracer = StepTracer(trace_every, trace_folder, self._rank, self._phases, coverage)
             self._companions.append(self._tracer)
+        self._closeup = Closeup(model, self._phases, self._ledger.own)
+        self._companions.append(self._closeup)  # after the tracer: a step that is traced is not measured
 
     @property
     def last(self) -> StepRecord | None:
         """The latest record, or None; on CUDA it is a few steps behind."""
+        self._recorded += self._ledger.settle()
         records = self._ledger.records
         return records[-1] if records else None
 
@@ -161,13 +171,13 @@ class StepMeter:
         Raises:
             TypeError: A value is something else, or a DTensor that no rank holds whole.
             ValueError: A tensor has more elements than one, or none.
-            RuntimeError: After close().
+            RuntimeError: After close(), or while a CUDA graph is captured.
         """
         if self._closed:
             raise RuntimeError("meter.log() after meter.close(): log before it")
         self._live.logged.log(max(0, self._index - (not self._inside.locked())), values)
 
-    def step(self, tokens: int | None = None) -> "_Step":
+    def step(self, tokens: int | None = None) -> Step:
         """A context manager around one training step.
 
         Args:
@@ -178,7 +188,7 @@ class StepMeter:
             ValueError: `tokens` is below 1.
             RuntimeError: On entering: inside another step or a pause, or after close().
         """
-        return _Step(self, tokens, fed=False)
+        return Step(self, tokens)
 
     def steps(self, loader: Iterable[T], *, tokens: int | None = None) -> Iterator[T]:
         """Iterate over `loader`, each turn of the loop being one step.
@@ -197,19 +207,7 @@ class StepMeter:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"loader={loader!r}: give an iterable of batches")
         check_tokens(tokens)
-        return self._draw(loader, tokens)
-
-    def _draw(self, loader: Iterable[T], tokens: int | None) -> Iterator[T]:
-        batches = iter(loader)
-        while True:
-            start = time.perf_counter_ns()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            self._ledger.drew(Span("input", "next", start, time.perf_counter_ns(), exposed=True))
-            with _Step(self, tokens, fed=True):
-                yield batch
+        return each_step(self, loader, tokens)
 
     def pause(self) -> AbstractContextManager[None]:
         """Leave out what the body does (evaluation, sampling), inside a step or between two."""
@@ -231,8 +229,9 @@ class StepMeter:
 
     def _report(self, window: int, patience: float) -> StepReport:
         self._recorded += self._ledger.settle()
-        peak = self._peaks.top if self._peaks else None
-        report = make_report(self._ledger, window, peak, self._rank, self._across.ranks(patience))
+        report = make_report(
+            self._ledger, window, self._closeup.seen, self._rank, self._across.ranks(patience), **self._speed
+        )
         return report if self._tracer is None else self._tracer.fold(report)
 
     def close(self) -> None:
@@ -250,10 +249,8 @@ class StepMeter:
     def _turn(self, kind: str) -> None:
         self._phases.turn(kind)
 
-    def _look(self, phase: str) -> None:
-        """A phase ends of a step that is looked at closely."""
-        assert self._peaks is not None
-        self._peaks.look(self._index, phase)
+    def _drew(self, span: Span) -> None:
+        self._ledger.own.append(span)
 
     def _enter(self) -> None:
         if self._closed:
@@ -275,62 +272,35 @@ class StepMeter:
         """The first step begins: only now the model is where it will be trained."""
         self._ledger.coverage.device = device
         self._clock = clock_of(device)
-        self._peaks = PeakWatch(device)
-        self._phases.timeline = Timeline(self._clock, self._boundary(None, "inside"))
-        self._phases.close = looks_closely(self._index)
+        self._closeup.start(device)
+        self._phases.timeline = Timeline.after(None, self._clock, "inside")
 
     def _leave(self, tokens: int | None, *, fed: bool, whole: bool) -> None:
         assert self._clock is not None
-        assert self._peaks is not None
-        phases, timeline = self._phases, self._phases.timeline
-        peak = self._peaks.after(self._index, timeline.kind if timeline else None)
+        phases, timeline, closeup = self._phases, self._phases.timeline, self._closeup
+        counted = closeup.counting
+        closeup.stop_counting(tokens, whole=whole)
+        peak = closeup.peak(timeline.kind if timeline else None)
         if whole and timeline is not None:
             timeline.turn("end")
-            step = Finished(self._index, timeline, tokens, fed, peak, self._clock.on_device)
-            self._ledger.finish(step)
+            on_device = self._clock.on_device
+            self._ledger.finish(
+                Finished(self._index, timeline, tokens, fed, peak, on_device, closeup.sees_recompute, counted)
+            )
         for companion in self._companions:
             companion.leave(self._index, whole=whole)
         self._index += whole
         phases.timeline = None
         if self._index % self._every == 0:
-            phases.timeline = Timeline(self._clock, self._boundary(timeline if whole else None, "outside"))
-            phases.close = looks_closely(self._index)
+            phases.timeline = Timeline.after(timeline if whole else None, self._clock, "outside")
         phases.inside = False
         self._inside.release()
         self._publish()
 
-    def _boundary(self, ended: Timeline | None, kind: str) -> Turn:
-        """The turn at which a period begins: where the one before it ended, if that was measured."""
-        assert self._clock is not None
-        if ended is not None:
-            return ended.last._replace(kind=kind)
-        now = self._clock.now()
-        return Turn(kind, now, self._clock.mark(now))
-
     def _publish(self) -> None:
-        due = self._recorded // _WINDOW
-        self._recorded += self._ledger.settle()
-        if self._live.wants_reports and self._recorded // _WINDOW > due:
-            self._live.report(self._report(_WINDOW, patience=0.0))
+        if self._index % _BATCH == 0 or self._index % _WINDOW == 0:  # one by one they cost twice as much
+            due = self._recorded // _WINDOW
+            self._recorded += self._ledger.settle()
+            if self._live.wants_reports and self._recorded // _WINDOW > due:
+                self._live.report(self._report(_WINDOW, patience=0.0))
         self._live.step(self._index, self._ledger.records)
-
-
-class _Step:
-    """What `step()` returns. A class, because a generator's context manager costs three times as much."""
-
-    __slots__ = ("_fed", "_meter", "_tokens")
-
-    def __init__(self, meter: StepMeter, tokens: int | None, *, fed: bool) -> None:
-        if tokens is not None:
-            check_tokens(tokens)
-        self._meter = meter
-        self._tokens = tokens
-        self._fed = fed
-
-    def __enter__(self) -> None:
-        self._meter._enter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._meter._leave(self._tokens, fed=self._fed, whole=kind is None)

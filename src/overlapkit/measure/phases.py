@@ -17,23 +17,21 @@ class Phases:
     Args:
         model: The outermost module, or None.
         optimizer: Or None.
-        on_turn: Called with the phase that ends, before each turn of a step that is looked at closely.
 
     Attributes:
         timeline: Of the period that is on, where it is measured.
         inside: Whether a step is on.
         pauses: How many pauses are on, one inside the other.
-        close: Whether `on_turn` is called in this step.
+        close: Whether this step is looked at closely.
+        on_turn: Called in such a step before each turn, with the phase that ends and the one that begins.
     """
 
-    def __init__(
-        self, model: nn.Module | None, optimizer: Optimizer | None, on_turn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None) -> None:
         self.timeline: Timeline | None = None
         self.inside = False
         self.pauses = 0
         self.close = False
-        self._on_turn = on_turn
+        self.on_turn: Callable[[str, str], None] | None = None
         self._calls = 0  # of the model, one inside the other
         self._gradient_hook = Hook(self._on_gradient)
         self._hooks: list[Any] = []
@@ -55,8 +53,8 @@ class Phases:
         timeline = self.timeline
         if timeline is None or self.pauses:
             return
-        if self.close and timeline.kind != kind:
-            self._on_turn(timeline.kind)
+        if self.close and self.on_turn is not None and timeline.kind != kind:
+            self.on_turn(timeline.kind, kind)
         timeline.turn(kind)
 
     @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from overlapkit.measure.intervals import Interval, Intervals, intersect, length, subtract, union
+from overlapkit.measure.intervals import Interval, Intervals, cut, length, union
 from overlapkit.span import Span
 
 WAITS = ("transfer", "communication", "checkpoint", "input")
@@ -19,12 +19,12 @@ The device's own waits come first: a host wait beside one of them costs nothing 
 batch that is late because a save held the training thread is the save's doing.
 """
 
-PHASES = ("forward", "loss", "backward", "optimizer")
+PHASES = ("forward", "loss", "backward", "recompute", "optimizer")
 """Phases of a step in which the model or the optimizer works; the rest of a step is other time."""
 
 
-STOPS = (*WAITS, "garbage")
-"""What a step stands still for: the lanes, and after them Python's garbage collector."""
+STOPS = (*WAITS, "compilation", "garbage")
+"""What a step stands still for: the lanes, and after them torch.compile and Python's garbage collector."""
 
 
 class Microbatch(NamedTuple):
@@ -43,8 +43,8 @@ class Segment(NamedTuple):
     """One phase of a step, in nanoseconds.
 
     Attributes:
-        kind: forward, loss, backward, optimizer, inside (the step, between these), outside (between the
-            previous step's end and this step's begin) or paused.
+        kind: forward, loss, backward, recompute (forward run again inside backward), optimizer, inside (the
+            step, between these), outside (between the previous step's end and this step's begin) or paused.
         start: On the clock that counts: the device's where there is one.
         end: Same clock.
         host_start: When the host came by.
@@ -63,8 +63,8 @@ class StepRecord:
     """One measured step. Times are nanoseconds; what was not measured is None, never 0.
 
     Invariants:
-        * forward + backward + optimizer + transfer + communication + checkpoint + input + garbage + other =
-          period, None counted as nothing: time of an unmeasured part is in `other`.
+        * forward + backward + optimizer + transfer + communication + checkpoint + input + compilation +
+          garbage + other = period, None counted as nothing: time of an unmeasured part is in `other`.
 
     Attributes:
         index: Number of the step, from 0; steps that `every` skips are counted too.
@@ -82,12 +82,12 @@ class StepRecord:
         lane_bytes: Bytes that each lane finished moving in this period, exposed or not, where counted.
         peak_memory: Bytes at the highest point so far: allocated on the GPU, or resident on Linux.
         tokens: As given to `step()`, on this rank.
-        garbage: Standing still for Python's garbage collector.
+        compilation: Standing still for torch.compile.
+        garbage: Standing still for Python's garbage collector, 20 us or longer at a time.
         recompute: The part of `backward` in which forward was run again; looked at in some steps only.
         microbatches: Local compute of each forward and backward of the step, in order.
-        compilations: Functions that torch.compile compiled in this period.
+        compiled: How often torch.compile went to work in this period.
         saves: Saves that began in this period.
-        beside_save: Whether a save was at work beside this step (staging, writing, uploading).
         counted: Its operators were counted, which costs a few percent: means leave such a step out.
     """
 
@@ -105,12 +105,12 @@ class StepRecord:
     lane_bytes: Mapping[str, int]
     peak_memory: int | None
     tokens: int | None
+    compilation: int | None = None
     garbage: int | None = None
     recompute: int | None = None
     microbatches: tuple[Microbatch, ...] = ()
-    compilations: int = 0
+    compiled: int = 0
     saves: int = 0
-    beside_save: bool = False
     counted: bool = False
 
     @property
@@ -159,20 +159,21 @@ def share_out(segments: Sequence[Segment], spans: Iterable[Span], *, on_device: 
         on_device: Segments were timed by a device, so a host wait costs only what is left of it when
             the device has come to it.
     """
-    asked: dict[str, list[Interval]] = {lane: [] for lane in STOPS}
+    asked: dict[str, list[Interval]] = {}
     for span in spans:
-        if span.exposed and span.lane in asked:
-            if on_device and not span.device:
-                asked[span.lane].extend(_felt_by_device(span, segments))
-            else:
-                asked[span.lane].append((span.start, span.end))
-    left = union((part.start, part.end) for part in segments if part.kind != "paused")
-    parts = {"period": length(left)}
-    waits: dict[str, Intervals] = {}
-    for lane in STOPS:
-        waits[lane] = intersect(left, union(asked[lane])) if asked[lane] else []
-        left = subtract(left, waits[lane]) if waits[lane] else left
-        parts[lane] = length(waits[lane])
+        if span.exposed and span.lane in STOPS:
+            felt = _felt_by_device(span, segments) if on_device and not span.device else [(span[2], span[3])]
+            asked.setdefault(span.lane, []).extend(felt)
+    left = _not_paused(segments)
+    parts = {"period": length(left), **dict.fromkeys(STOPS, 0)}
+    waits: dict[str, Intervals] = dict.fromkeys(STOPS, [])
+    for lane in STOPS if asked else ():
+        if lane in asked:
+            waits[lane] = []
+            for start, end in union(asked[lane]):
+                felt, left = cut(left, start, end)
+                waits[lane] += felt
+            parts[lane] = length(waits[lane])
     local = _local(segments, left)
     kinds: dict[str, int] = {}
     for segment, time in zip(segments, local, strict=True):
@@ -192,21 +193,36 @@ def microbatches(segments: Sequence[Segment], local: Sequence[int]) -> tuple[Mic
                 found.append([0, 0])
             found[-1][0] += time
             over = False
-        elif segment.kind == "backward" and found:
+        elif segment.kind in ("backward", "recompute") and found:
             found[-1][1] += time
             over = True
     return tuple(Microbatch(*pair) for pair in found)
+
+
+def backwards(segments: Sequence[Segment]) -> Intervals:
+    """When each backward of a step began and ended, recomputation in it or not."""
+    return union((part.start, part.end) for part in segments if part.kind in ("backward", "recompute"))
+
+
+def _not_paused(segments: Sequence[Segment]) -> Intervals:
+    """Segments are gapless: most periods are one interval."""
+    if any(segment.kind == "paused" for segment in segments):
+        return union((part.start, part.end) for part in segments if part.kind != "paused")
+    start, end = segments[0].start, segments[-1].end
+    return [(start, end)] if end > start else []
 
 
 def _local(segments: Sequence[Segment], left: Intervals) -> list[int]:
     """How much of what is left lies in each segment; one pass over both."""
     times: list[int] = []
     i = 0
-    for _, begin, close, *_ in segments:
-        time = 0
+    for segment in segments:
+        begin, close, time = segment.start, segment.end, 0
         while i < len(left):
             start, end = left[i]
-            time += max(0, min(end, close) - max(start, begin))
+            overlap = (end if end < close else close) - (start if start > begin else begin)
+            if overlap > 0:
+                time += overlap
             if end > close:
                 break
             i += 1

@@ -9,13 +9,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from overlapkit.measure.render_detail import detail_table
 from overlapkit.measure.traces.tables import lanes_table
 
 if TYPE_CHECKING:
     from overlapkit.measure.report import StepReport
 
 _BAR = 20  # characters of a bar that stands for the whole step
-_NAMES = {"other": "Other host work", "optimizer": "The optimizer"}
+_NAMES = {
+    "compilation": "Compiling",
+    "compute": "Arithmetic that the device is slow at",
+    "garbage": "Python's garbage collector",
+    "optimizer": "The optimizer",
+    "other": "Other host work",
+}
+_RARE = ("compilation", "garbage")  # parts that are shown only where they took time
 
 
 def sentence(report: "StepReport") -> str:
@@ -46,6 +54,8 @@ def render(report: "StepReport") -> str:
         console.print(_parts(report))
     if report.trace is not None:
         console.print(lanes_table(report.trace))
+    if report.detail is not None and report.period_ms is not None:
+        console.print(detail_table(report.detail))
     console.print(_answers(report))
     if report.findings:
         console.print(_fixes(report))
@@ -83,6 +93,8 @@ def _parts(report: "StepReport") -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for name, part in report.parts.items():
+        if name in _RARE and not part.mean_ms:
+            continue
         moved = "" if part.bytes is None else f"{part.bytes / 2**20:.1f}"
         if part.mean_ms is None or part.share is None:
             table.add_row(name, "-", "-", "-", moved, Text(part.reason or ""))

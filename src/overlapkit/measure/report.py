@@ -11,16 +11,18 @@ import torch
 from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.advice import Finding, find
 from overlapkit.measure.answers import Answer, answer
+from overlapkit.measure.closeup import Seen
 from overlapkit.measure.compare import Comparison, Given, compare
 from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.draw import save_drawing
 from overlapkit.measure.ledger import Ledger, Trace
-from overlapkit.measure.memory import Peak
 from overlapkit.measure.noise import standard_error
 from overlapkit.measure.perfetto import Rank, save_perfetto
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.render import render, sentence
+from overlapkit.measure.speed import Speed
 from overlapkit.measure.summary import PartSummary, Window
+from overlapkit.measure.within import look_within
 from overlapkit.measure.written import replacing
 from overlapkit.span import Span
 
@@ -44,8 +46,8 @@ class StepReport:
             checkpoint or input, 0 to 1.
         tokens_per_s: Tokens of this rank a second.
         peak_memory: Bytes at the highest point so far.
-        parts: forward, backward, optimizer, input, transfer, communication, checkpoint, garbage (Python's
-            collector), other: where the period went.
+        parts: forward, backward, optimizer, input, transfer, communication, checkpoint, compilation,
+            garbage (Python's collector), other: where the period went.
         answers: The seven, in order.
         findings: What is worth mending, the costliest first; empty where all is well.
         detail: What lies within the parts: buckets, units, microbatches, saves and so on.
@@ -214,20 +216,32 @@ def _check_path(path: object) -> None:
 
 
 def make_report(
-    ledger: Ledger, window: int, peak: Peak | None, rank: int, ranks: Ranks | str = "not compared"
+    ledger: Ledger,
+    window: int,
+    looked: Seen | None,
+    rank: int,
+    ranks: Ranks | str = "not compared",
+    *,
+    peak_flops: float | None = None,
+    flops_per_token: float | None = None,
 ) -> StepReport:
     """Look back over the last `window` records.
 
     Args:
         ledger: Of the meter.
         window: How many records.
-        peak: Of memory.
+        looked: What was seen in some steps only.
         rank: Of this process.
         ranks: All ranks compared, or why they are not.
+        peak_flops: A second, of the device, or None to look it up.
+        flops_per_token: Of the model, or None to count.
     """
     seen = Window(ledger, window, ranks)
+    looked = looked or Seen()
+    speed = Speed(looked, seen.coverage.device, seen.tokens, peak_flops, flops_per_token)
+    detail = look_within(seen, looked, speed)
     records = tuple(seen.records)
-    findings = find(seen)
+    findings = find(seen, detail, looked.products)
     return StepReport(
         steps=len(records),
         first_step=records[0].index if records else None,
@@ -240,11 +254,11 @@ def make_report(
         tokens_per_s=seen.tokens_per_s(),
         peak_memory=records[-1].peak_memory if records else None,
         parts=seen.parts,
-        answers=answer(seen, peak, findings),
+        answers=answer(seen, looked.peaks.top if looked.peaks is not None else None, findings, detail),
         findings=findings,
         records=records,
+        detail=detail,
         _traces=tuple(seen.traces),
         _spans=tuple(seen.spans),
-        detail=StepDetail(),
         ranks=ranks if isinstance(ranks, Ranks) else None,
     )

@@ -7,7 +7,6 @@ out once. Two meters on one component share what comes.
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -100,11 +99,12 @@ class Coverage:
         }
         self._done: set[str] = set()
         self._waited: set[str] = set()
+        self._known: dict[tuple[bool, torch.device, int, int], frozenset[str]] = {}
 
-    def note(self, spans: Iterable[Span]) -> None:
+    def note(self, spans: list[Span]) -> None:
         """Remember which lanes publish what they did, and which of them what the step waited for."""
-        for span in spans:
-            (self._waited if span.exposed else self._done).add(span.lane)
+        self._waited.update(span.lane for span in spans if span.exposed)
+        self._done.update(span.lane for span in spans if not span.exposed)
 
     def missing(self, lane: str, *, fed: bool = False) -> str | None:
         """Why the time that steps wait for a lane is unknown; None where it is known.
@@ -126,6 +126,14 @@ class Coverage:
         if reason is None and on_stream and lane in self._done and lane not in self._waited:
             return "only the work itself is published, not what the device waited for"
         return reason
+
+    def known(self, *, fed: bool) -> frozenset[str]:
+        """The lanes of which `missing` has nothing to say. Asked for at every step, so kept."""
+        key = fed, self.device, len(self._done), len(self._waited)
+        if key not in self._known:
+            lanes = ("input", "transfer", "communication", "checkpoint", "compute", "optimizer")
+            self._known[key] = frozenset(lane for lane in lanes if not self.missing(lane, fed=fed))
+        return self._known[key]
 
     def close(self) -> None:
         """Take no more from the components."""

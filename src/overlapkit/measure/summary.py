@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapkit.measure.across.ranks import Ranks
+from overlapkit.measure.intervals import length, union
 from overlapkit.measure.ledger import Ledger, Trace
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.sources import Coverage
@@ -11,7 +12,7 @@ from overlapkit.span import Span
 
 PARTS = (
     *("forward", "backward", "optimizer", "input", "transfer", "communication", "checkpoint"),
-    *("garbage", "other"),
+    *("compilation", "garbage", "other"),
 )
 """The parts of a period, in the order in which they are shown. They add up to it."""
 
@@ -43,7 +44,8 @@ class Window:
 
     Args:
         ledger: Where they come from.
-        steps: How many records; step 0 is left out where there are others.
+        steps: How many records; step 0 and steps whose operators were counted are left out where there are
+            others.
         ranks: All ranks compared, or why they are not.
     """
 
@@ -53,13 +55,31 @@ class Window:
             records = list(ledger.records)[-steps:]
             self.traces: list[Trace] = list(ledger.traces)[-steps:]
             self.spans: list[Span] = list(ledger.shown)
-        self.records: Sequence[StepRecord] = (
-            records[1:] if len(records) > 1 and records[0].index == 0 else records
-        )
+            self.saving: list[Span] = list(ledger.saving)
+            compiled = list(ledger.compiled)
+        usual = [record for record in records if record.index and not record.counted]
+        self.records: Sequence[StepRecord] = usual or records
+        kept = {record.index for record in self.records}
+        self.usual = [trace for trace in self.traces if trace.index in kept]
+        self.compilations: dict[str, list[tuple[int, Span]]] = {}
+        for index, span in compiled:
+            if index in kept:
+                self.compilations.setdefault(span.name, []).append((index, span))
         self.coverage: Coverage = ledger.coverage
         self.period_ms = _mean([record.period for record in self.records])
         self.parts = {part: self._summary(part) for part in PARTS}
         self.outside_ms = _mean([record.outside for record in self.records])
+
+    @property
+    def tokens(self) -> float | None:
+        """A step on this rank, where they are known."""
+        known = [record.tokens for record in self.records if record.tokens is not None]
+        return sum(known) / len(known) if known else None
+
+    def communicating_ms(self) -> float | None:
+        """Milliseconds a step in which a collective was at work or waited for, exposed or not."""
+        times = [length(union((span.start, span.end) for span in trace.collectives)) for trace in self.usual]
+        return _mean(times) if any(times) else None
 
     def exposed_share(self) -> float | None:
         """Time that steps stood still for a lane, of the whole."""
@@ -104,7 +124,11 @@ class Window:
         return sum(moved) / len(self.records) if moved else None
 
     def _reason(self, part: str) -> str:
-        missing = None if part in ("garbage", "other") else self.coverage.missing(_LANE.get(part, part))
+        missing = (
+            None
+            if part in ("compilation", "garbage", "other")
+            else self.coverage.missing(_LANE.get(part, part))
+        )
         if missing is None and not self.records:
             return "no step has been measured yet"
         if missing is None and part in _LANE:

@@ -1,6 +1,7 @@
 """A writer for TensorBoard: logged values, and what each lane exposes, as scalars."""
 
 import math
+import weakref
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -40,8 +41,13 @@ class TensorBoardWriter:
         check_count("first_step", first_step, "give an int of at least 0", least=0)
         self._first_step = first_step
         self._writer = None
-        if rank_and_world()[0] == 0:
-            self._writer = writer if directory is None else _summary_writer(directory)
+        if rank_and_world()[0]:
+            return
+        if directory is None:
+            self._writer = writer
+        else:  # ours to close: at exit, too, after the meter's last values, for the meter is younger
+            self._writer = _summary_writer(directory)
+            weakref.finalize(self, self._writer.close)
 
     def __call__(self, report: StepReport) -> None:
         """Write a report's numbers at its last step."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from overlapkit.parallel.failure import roll_of
+from overlapkit.parallel.traffic import group_name
 from overlapkit.span import Span, SpanLog
 
 LANE = "communication"
@@ -53,6 +54,7 @@ class BucketTimes:
     ) -> None:
         self.wire = wire
         self.group = group
+        self._group_name = group_name(group)
         self.roll = roll_of(group)
         self.backwards = 0
         self._names = names
@@ -93,7 +95,8 @@ class BucketTimes:
                 self._queued.popleft().start = now
             start = now if reduction.start is None else reduction.start
             span = Span(LANE, reduction.name, start, now, reduction.bytes)
-            self._log.add(span._replace(ready=reduction.ready, parameters=reduction.parameters))
+            span = span._replace(ready=reduction.ready, parameters=reduction.parameters)
+            self._log.add(span._replace(group=self._group_name))
             if self._running == 0 and self._tail is not None:
                 self._log.add(Span(LANE, TAIL, self._tail, now, exposed=True))
                 self._tail = None
@@ -121,6 +124,7 @@ class BucketTimes:
                 bytes=reduction.bytes,
                 ready=ready,
                 parameters=reduction.parameters,
+                group=self._group_name,
             ),
         ):
             future.wait()  # of a queued collective: makes this stream wait, not the host

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from overlapkit.parallel import exchange
-from overlapkit.parallel.traffic import LANE, Label, Pending, Traffic, at_end_of_backward
+from overlapkit.parallel.traffic import LANE, Label, Pending, Traffic, at_end_of_backward, group_name
 from overlapkit.parallel.waits import GatherWaits
 from overlapkit.span import Mark, Span
 
@@ -41,6 +41,7 @@ class _Collective:
         self._kind, self._tag, self._traffic = kind, place, traffic
         self._log = traffic.log
         self._streams: deque[torch.cuda.Stream] = deque(maxlen=2)  # on which buffers were asked for
+        self._group = ""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat buffer for one collective."""
@@ -54,11 +55,18 @@ class _Collective:
         return self._traffic.begin(self._kind, self.label, group, nbytes, begin)
 
     def _on_stream(self, stream: torch.cuda.Stream, nbytes: int, queue: Callable[[], Any]) -> Any:
-        """Queue it and time it; its buffer was last filled on the first of the streams that asked for one."""
+        """Queue it and time it. The first stream that asked for a buffer is the one that fills it."""
         ready = self._log.mark(self._streams[0]) if self._streams else None
+        self._streams.clear()
         parameters = self.label.parameters
         with self._log.stream(
-            LANE, self.label.name, stream, bytes=nbytes, ready=ready, parameters=parameters
+            LANE,
+            self.label.name,
+            stream,
+            bytes=nbytes,
+            ready=ready,
+            parameters=parameters,
+            group=self._group,
         ):
             return queue()
 
@@ -86,6 +94,7 @@ class AllGather(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather `input_tensor` (n,) of each rank into `output_tensor` (n * ranks,)."""
+        self._group = group_name(group)
 
         def queue(async_op: bool = False) -> Any:
             return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -157,6 +166,7 @@ class ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce `input_tensor` (n * ranks,) over the ranks, each rank's part into `output_tensor` (n,)."""
+        self._group = group_name(group)
         trained = (name for name, find in self._parameters.items() if find().requires_grad)
         self.label = self.label._replace(parameters=tuple(trained))
 
@@ -165,8 +175,9 @@ class ReduceScatter(_Collective):
 
         if input_tensor.is_cuda and not async_op:
             stream = torch.cuda.current_stream(input_tensor.device)
+            compute = self._streams[0] if self._streams else stream
             work: dist.Work | None = self._on_stream(stream, input_tensor.nbytes, queue)
-            self._note_tail()
+            self._note_tail(compute)
             if self._mesh.ndim == 2:
                 watch = self._traffic.watch("all_reduce", stream.device)
                 watch.wait_stream(stream)
@@ -194,15 +205,19 @@ class ReduceScatter(_Collective):
         """FSDP2's hook: the all-reduce that followed on a 2-D mesh is done, or queued on this stream."""
         scattered, self._scattered = self._scattered, None
         name, parameters = f"all_reduce {self._unit}", self.label.parameters
+        group = group_name(self._mesh.get_group(0))
         if isinstance(scattered, int):
             now = time.perf_counter_ns()
             head = (LANE, name, scattered, now, reduced.nbytes)
-            self._log.add(Span(*head, exposed=True, ready=scattered, parameters=parameters))
+            span = Span(*head, exposed=True, ready=scattered, parameters=parameters, group=group)
+            self._log.add(span)
         elif scattered is not None:
             watch = self._traffic.watch("all_reduce", reduced.device)
             watch.wait_stream(torch.cuda.current_stream(reduced.device))
             ends = scattered, self._log.mark(watch)
-            self._log.between(LANE, name, watch, ends, bytes=reduced.nbytes, parameters=parameters)
+            self._log.between(
+                LANE, name, watch, ends, bytes=reduced.nbytes, parameters=parameters, group=group
+            )
 
     def _only_named(self, dtype: torch.dtype) -> bool:
         """Whether FSDP2 will only make new gradients of the result: it reads nothing of it."""
@@ -220,11 +235,9 @@ class ReduceScatter(_Collective):
                 return False
         return True
 
-    def _note_tail(self) -> None:
+    def _note_tail(self, compute: torch.cuda.Stream) -> None:
         """From the last call of a backward on, the compute stream has nothing left but to wait."""
-        if not self._streams:
-            return
-        compute, log, traffic = self._streams[0], self._log, self._traffic
+        log, traffic = self._log, self._traffic
         traffic.last = begun = log.mark(compute)
 
         def ended() -> None:

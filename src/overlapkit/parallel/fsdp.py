@@ -152,7 +152,7 @@ def shard(
     if sharding.mesh is not None:
         must_agree(
             sharding.mesh,
-            hashlib.sha256(repr((description, policy)).encode()).hexdigest(),
+            hashlib.sha256(repr((description, policy, schedule)).encode()).hexdigest(),
             "what shard is to do",
             "give it the same model, options and plan on every rank",
         )

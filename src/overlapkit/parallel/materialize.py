@@ -1,6 +1,7 @@
 """`materialize`: memory and values for a model that was built on the meta device, sharded by now or not."""
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 
 from overlapkit.meta_device import materialise, on_meta
-from overlapkit.parallel.meshes import must_agree
+from overlapkit.parallel.meshes import from_all, must_agree
 from overlapkit.parallel.tensor_parallel import is_split, local_part
 
 M = TypeVar("M", bound=nn.Module)
@@ -61,7 +62,8 @@ def materialize(
     names = set(on_meta(model))
     if not names:
         raise ValueError("nothing of the model is on the meta device: it has values already; leave this out")
-    _check_generators(model)
+    meshes = _meshes(model)
+    _check_generators(meshes)
     owners = _owners(model)
     materialise(model, device)
     unset = [_Unset.of(name, tensor) for name, tensor in _tensors(model).items() if name in names]
@@ -75,12 +77,12 @@ def materialize(
         owners = {module for name, module in model.named_modules(remove_duplicate=False) if name in needed}
     from overlapkit.parallel.whole_values import WholeValues
 
-    with torch.no_grad(), WholeValues(fresh):
+    with torch.no_grad(), WholeValues(fresh), _classes_at_home(model):
         if init is not None:
             init(model)
         else:
             _reset(model, owners)
-    _refuse_unset(model, unset)
+    _refuse_unset(model, unset, meshes)
     return model
 
 
@@ -135,16 +137,32 @@ class _Unset:
         return "was not written" if now is self.tensor and now._version == self.version else ""
 
 
+@contextmanager
+def _classes_at_home(model: nn.Module) -> Iterator[None]:
+    """FSDP2's subclasses say that they are torch's: transformers skips parts of what it takes for foreign."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = {type(module) for module in model.modules() if fsdp and isinstance(module, fsdp.FSDPModule)}
+    theirs = {kind: kind.__module__ for kind in kinds}
+    try:
+        for kind in kinds:
+            kind.__module__ = kind.__mro__[2].__module__  # after itself and FSDPModule
+        yield
+    finally:
+        for kind, name in theirs.items():
+            kind.__module__ = name
+
+
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _check_generators(model: nn.Module) -> None:
-    meshes: dict[Any, None] = {}
-    for parameter in model.parameters():
-        if is_split(parameter):
-            split: Any = parameter
-            meshes[split.device_mesh] = None
+def _meshes(model: nn.Module) -> list[Any]:
+    """The meshes that it is sharded over, in the order of its parameters."""
+    splits: list[Any] = [parameter for parameter in model.parameters() if is_split(parameter)]
+    return list(dict.fromkeys(split.device_mesh for split in splits))
+
+
+def _check_generators(meshes: list[Any]) -> None:
     for mesh in meshes:
         states = [torch.get_rng_state()]
         if mesh.device_type == "cuda":
@@ -183,15 +201,16 @@ def _reset(model: nn.Module, owners: set[nn.Module]) -> None:
     model.apply(reset)
 
 
-def _refuse_unset(model: nn.Module, unset: list[_Unset]) -> None:
+def _refuse_unset(model: nn.Module, unset: list[_Unset], meshes: list[Any]) -> None:
+    """On all ranks alike: one may hold just the part that was written."""
     now, modules = _tensors(model), dict(model.named_modules())
-    problems = []
+    problems: dict[str, None] = {}
     for each in unset:
-        if each.name not in now:
-            continue  # init has taken it out
-        if problem := each.problem(now[each.name]):
+        if each.name in now and (problem := each.problem(now[each.name])):
             owner = type(modules[each.name.rpartition(".")[0]]).__name__
-            problems.append(f"\n    {each.name} ({owner}): {problem}")
+            problems[f"\n    {each.name} ({owner}): {problem}"] = None
+    for mesh in meshes:
+        problems = dict.fromkeys(problem for part in from_all(mesh, list(problems)) for problem in part)
     if problems:
         raise ValueError(
             "materialize: these have no value after init; give their module a reset_parameters() that sets "

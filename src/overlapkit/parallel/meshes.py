@@ -71,6 +71,23 @@ def count_ranks(ranks: Any, mesh: "DeviceMesh | None") -> tuple[int, int]:
     return pair
 
 
+def from_all(mesh: "DeviceMesh", value: Any) -> list[Any]:
+    """What each rank of the mesh gives, in the order of `mesh.mesh.flatten()`; all of them call this.
+
+    Args:
+        mesh: Of any number of dimensions.
+        value: A small object that can be pickled.
+    """
+    found: list[Any] = [value]
+    if "fake" in torch.distributed.get_backend_config():
+        return found * mesh.size()  # nobody answers
+    for dim in reversed(range(mesh.ndim)):
+        gathered: list[Any] = [None] * mesh.size(dim)
+        torch.distributed.all_gather_object(gathered, found, group=mesh.get_group(dim))
+        found = [each for part in gathered for each in part]
+    return found
+
+
 def must_agree(mesh: "DeviceMesh", value: str, what: str, remedy: str) -> None:
     """Refuse to go on, on every rank of the mesh, where a value is not the same on all of them.
 
@@ -83,13 +100,7 @@ def must_agree(mesh: "DeviceMesh", value: str, what: str, remedy: str) -> None:
     Raises:
         ValueError: It is not the same; names the ranks whose value is not that of the mesh's first one.
     """
-    if "fake" in torch.distributed.get_backend_config():
-        return  # nobody answers
-    found: list[Any] = [value]
-    for dim in reversed(range(mesh.ndim)):
-        gathered: list[Any] = [None] * mesh.size(dim)
-        torch.distributed.all_gather_object(gathered, found, group=mesh.get_group(dim))
-        found = [each for part in gathered for each in part]
+    found = from_all(mesh, value)
     ranks = mesh.mesh.flatten().tolist()
     odd = [rank for rank, each in zip(ranks, found, strict=True) if each != found[0]]
     if odd:

@@ -93,7 +93,7 @@ class Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward."""
-        forward = self.own or partial(type(self.block).forward, self.block)
+        forward = partial(type(self.block).forward, self.block) if self.own is None else self.own
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the partitioner recomputes: it takes torch's own contexts only
@@ -147,19 +147,30 @@ class _Statistics:
 def _refuse(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
     """What would be recomputed twice, or too late."""
     for name, module in model.named_modules():
-        if type(module).__name__ == "CheckpointWrapper" or isinstance(
-            vars(module).get("forward"), Recomputed
-        ):
-            raise ValueError(f"model.{name} recomputes already: choose one way, once")
+        if _recomputes(module) and any(_within(name, block) or _within(block, name) for block in chosen):
+            raise ValueError(f"model.{name} recomputes already: a block does once, in one way")
         if getattr(module, "gradient_checkpointing", False) is True:
             where = f"model.{name}" if name else "model"
             raise ValueError(
                 f"{where}.gradient_checkpointing is on: that is recomputation already; "
                 "call model.gradient_checkpointing_disable() first, or leave recompute out"
             )
+    if getattr(getattr(model, "config", None), "use_cache", False) is True:
+        raise ValueError(
+            "model.config.use_cache is on: blocks that are computed again add to the cache a second time; "
+            "set model.config.use_cache = False first"
+        )
     for name, block in chosen.items():
         if is_compiled(block):
             raise ValueError(
                 f"model.{name} is compiled already: the order is recompute, then compile; "
                 "call recompute first, or give both to shard(recompute=..., compile_blocks=True)"
             )
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return type(module).__name__ == "CheckpointWrapper" or isinstance(vars(module).get("forward"), Recomputed)
+
+
+def _within(inner: str, outer: str) -> bool:
+    return f"{inner}.".startswith(f"{outer}.")

@@ -63,7 +63,8 @@ class Traffic:
             with roll.naming(what):
                 finish()
             now = time.perf_counter_ns()
-            log.add(Span(LANE, label.name, start, now, nbytes, ready=start, parameters=label.parameters))
+            span = Span(LANE, label.name, start, now, nbytes, ready=start, parameters=label.parameters)
+            log.add(span._replace(group=group_name(group)))
 
         return Pending(self._lanes[kind].submit(end), log, label)
 
@@ -117,6 +118,11 @@ class Pending(dist.Work):
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self._ticket.done()
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """What a span says of the ranks that take part: nothing where all of the job do."""
+    return "" if group.size() == dist.get_world_size() else str(group.group_name)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> bool:

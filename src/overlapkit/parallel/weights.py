@@ -43,9 +43,9 @@ class Weights:
         self._said: list[int] | Tensor | None = said  # of each rank; a tensor may still be on its way
         self._arrived: torch.cuda.Event | None = None
         if parts.groups:
-            own = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-            own[dist.get_rank()] = said[0]
-            self._total = torch.cat([self._total, own.to(parts.device, non_blocking=True)])
+            ranks: list[int | Tensor] = [0] * dist.get_world_size()
+            ranks[dist.get_rank()] = said[0]
+            self._total = torch.cat([self._total, _as_tensor(ranks, parts.device)])
             if parts.device.type == "cuda":
                 self._reduce_beside()
             else:
@@ -93,6 +93,7 @@ class Weights:
         """On CUDA all of it runs on a stream of its own, so that the host can hear of it during forward."""
         beside = _beside(self._parts.device)
         beside.wait_stream(torch.cuda.current_stream(self._parts.device))
+        self._total.record_stream(beside)  # a loop that is left early lets go of it early
         with torch.cuda.stream(beside):
             self._reduce_all(self._reduce(0))
             self._said = torch.empty(self._total.shape[0] - 1, dtype=torch.int64, pin_memory=True)
@@ -180,11 +181,16 @@ def count(microbatches: Sequence[Any], tokens: Callable[[Any], Any] | None) -> l
     return counted
 
 
-def _as_tensor(tokens: Sequence[int | Tensor], device: torch.device) -> Tensor:
-    """(n,) int64 on the device; tensors that are there already are not waited for."""
-    if any(isinstance(number, Tensor) for number in tokens):
-        return torch.stack([torch.as_tensor(number, dtype=torch.int64, device=device) for number in tokens])
-    return torch.tensor(tokens, dtype=torch.int64).to(device, non_blocking=True)
+def _as_tensor(numbers: Sequence[int | Tensor], device: torch.device) -> Tensor:
+    """(n,) int64 on the device. Tensors that are there already are not waited for."""
+    there = [number for number in numbers if isinstance(number, Tensor) and number.device.type != "cpu"]
+    if there:
+        zero = torch.zeros((), dtype=torch.int64, device=there[0].device)
+        return torch.stack([zero + number for number in numbers]).to(device)
+    here = torch.empty(len(numbers), dtype=torch.int64, pin_memory=device.type == "cuda")
+    for place, number in enumerate(numbers):
+        here[place] = int(number)
+    return here.to(device, non_blocking=True)
 
 
 @functools.cache

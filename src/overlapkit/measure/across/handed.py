@@ -21,7 +21,10 @@ from overlapkit.measure.record import Segment, StepRecord
 LIMIT_BYTES = 16 * 1024
 """The most that a rank hands in for one window."""
 
-PARTS = ("forward", "backward", "optimizer", "input", "transfer", "checkpoint", "garbage", "other")
+PARTS = (
+    *("forward", "backward", "optimizer", "input", "transfer", "checkpoint"),
+    *("compilation", "garbage", "other"),
+)
 """Local time of a rank: what it did itself, waits for collectives left out."""
 
 COLUMNS = (*PARTS, "communication", "period")

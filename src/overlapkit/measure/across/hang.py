@@ -76,7 +76,7 @@ class HangReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Testimony:
+class Statement:
     """What a rank tells once an alarm was given.
 
     Attributes:
@@ -95,7 +95,7 @@ class Testimony:
         return {"where": self.where.to_dict(), "stacks": self.stacks, "issued": issued}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Testimony":
+    def from_dict(cls, data: dict[str, Any]) -> "Statement":
         """What `to_dict` made."""
         issued = None if data["issued"] is None else Issues.from_dict(data["issued"])
         return cls(Where(**data["where"]), data["stacks"], issued)
@@ -124,7 +124,7 @@ def hangs(own: Where, others: Mapping[int, Where], silent: Mapping[int, float], 
 
 
 def make_report(
-    told: Mapping[int, Testimony],
+    told: Mapping[int, Statement],
     said: Mapping[int, Where],
     silent: Mapping[int, float],
     waited_s: float,
@@ -159,7 +159,7 @@ def make_report(
 
 
 def _missing(
-    told: Mapping[int, Testimony],
+    told: Mapping[int, Statement],
     said: Mapping[int, Where],
     silent: Mapping[int, float],
     issued: Mapping[int, Issues],

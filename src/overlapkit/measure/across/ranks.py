@@ -64,6 +64,7 @@ _IN = {
     "input": "waiting for input",
     "transfer": "the copy to the device",
     "checkpoint": "the checkpoint",
+    "compilation": "torch.compile",
     "garbage": "Python's garbage collector",
     "other": "host work between the phases",
 }

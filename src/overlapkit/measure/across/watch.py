@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore
 
-from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport, Testimony, hangs, make_report
+from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport, Statement, hangs, make_report
 from overlapkit.measure.across.sequence import Issues, read_issues
 from overlapkit.measure.across.stacks import all_stacks
 from overlapkit.measure.across.where import Progress, Where
@@ -175,8 +175,8 @@ class _Post:
         where = self.progress.look()
         issued = read_issues()
         known = issued.latest(_ISSUES) if isinstance(issued, Issues) else None
-        testimony = Testimony(where, all_stacks(self.progress.thread), known)
-        self._ask("set", f"{self._name}/{number}/{self._rank}", json.dumps(testimony.to_dict()))
+        statement = Statement(where, all_stacks(self.progress.thread), known)
+        self._ask("set", f"{self._name}/{number}/{self._rank}", json.dumps(statement.to_dict()))
         verdict = f"{self._name}/verdict/{number}"
         if judges:
             self._ask("set", verdict, json.dumps(self._judge(number, where).to_dict()))
@@ -191,9 +191,10 @@ class _Post:
         await_keys(self._store, [f"{self._name}/{number}/{rank}" for rank in awaited], _TESTIFY_S)
         there = [rank for rank in awaited if self._ask("check", [f"{self._name}/{number}/{rank}"])]
         texts = self._fetch(str(number), there)
-        told = {rank: Testimony.from_dict(json.loads(text)) for rank, text in texts.items()}
+        told = {rank: Statement.from_dict(json.loads(text)) for rank, text in texts.items()}
         said.update((rank, one.where) for rank, one in told.items())
-        silent.update((rank, where.still_s) for rank in awaited if rank not in told and rank not in silent)
+        silent.update((rank, 0.0) for rank in awaited if rank not in told and rank not in silent)
+        silent = {rank: max(quiet_s, time.time() - said[rank].at) for rank, quiet_s in silent.items()}
         return make_report(told, said, silent, where.still_s)
 
     def _alone(self, where: Where, deaf_s: float) -> HangReport:

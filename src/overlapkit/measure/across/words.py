@@ -9,6 +9,7 @@ _REMEDY = {
     "input": "its batches come late: look at its storage and its loader's workers",
     "transfer": "its copies to the device are slow: look at its host memory and PCIe link",
     "checkpoint": "its saves hold it up: look at its storage",
+    "compilation": "torch.compile compiles there: report.detail.compilations says what, and why again",
     "garbage": "Python's garbage collector runs there: overlapkit.collect_garbage(every=...) collects on all "
     "ranks at the same step",
     "other": "its host does more between the phases: look for logging, metrics or saving on this rank alone",

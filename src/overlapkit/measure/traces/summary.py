@@ -15,6 +15,7 @@ _REASONS = {
     "transfer": "no device in the trace",
     "communication": "no collective in the trace",
     "checkpoint": "not told by a profiler's trace",
+    "compilation": "not told by a profiler's trace",
     "garbage": "not told by a profiler's trace",
 }
 
