@@ -169,6 +169,8 @@ def test_lines_of_ranks_that_agree_are_one():
     assert Line.from_dict(lines[0].to_dict()) == lines[0]
     gpu_line = Line("gpu", "x", "ok", "")
     assert merged([lines[0], gpu_line])[0] is gpu_line
+    swap = Line("loop", "swap", "ok", "none")
+    assert [one.name for one in merged([lines[0], swap, *lines[1:]])] == ["cores", "cores", "cores", "swap"]
 
 
 def test_words():
