@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from overlapkit.doctor.machine import Machine, Unreadable
 from overlapkit.doctor.subject import Place
 from tests.doctor.looking import look, named, weak
 from tests.doctor.trees import GIB, Driver, Node, Tree, h100, healthy, torch_on
@@ -277,6 +278,14 @@ RISES = [
 def test_counters_that_rise_while_they_are_watched(node, saw, file, value):
     found = weak(look(node, between=lambda: node.tree.write({file: value})))
     assert found == [("fabric", "counters", f"mlx5_3: {saw}")]
+
+
+def test_counters_that_do_not_answer_are_one_line(node):
+    def refuse(name):
+        raise Unreadable(f"{name} does not answer")
+
+    node.tree.machine = lambda: Machine(node.tree.root, node.tree.environ, ethtool=refuse)
+    assert named(look(node), "fabric", "counters").saw == "eth0 does not answer"
 
 
 @pytest.mark.parametrize(("way", "says"), [("rx", "received"), ("tx", "sent")])
