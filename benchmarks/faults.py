@@ -4,8 +4,8 @@
 
 Each run trains on two or four real ranks with one fault or none (fault_lab.py), drawn by the seed, as are
 how much it costs a step (120 to 300 ms) and the number of ranks. Found: every rank's report names lane,
-component, setting and rank, with a number within 15 % of what was planted, and nothing else. Missed: it does not name it.
-False: it names something that was not planted as well, or instead. About ten minutes for 100 runs.
+component, setting and rank, with a number within 15 % of what was planted, and nothing else. Missed: it does
+not name it. False: it names something that was not planted as well, or instead. About ten minutes for 100 runs.
 """
 
 import argparse

@@ -65,10 +65,11 @@ def find(
     """
     detail = detail or StepDetail()
     found = _late(window)
+    left = _transfer_ms(window)  # no bucket or prefetch mends what was waited for a late rank
     for lane, fix in _FIXES.items():
         cost = _cost_ms(lane, window, detail)
-        if lane == "communication":  # no bucket or prefetch mends what was waited for a late rank
-            cost = min(cost, _transfer_ms(window, cost))
+        if lane == "communication" and left is not None:
+            cost = min(cost, left)
         share = cost / window.period_ms if window.period_ms else 0.0
         if share >= _NOTABLE[lane]:
             found.append(Finding(lane, cost, share, *fix(window, detail), cost))
@@ -113,9 +114,8 @@ def _late(window: Window) -> list[Finding]:
     return [Finding("communication", cost, cost / ranks.period_ms, *remedy(ranks), cost)]
 
 
-def _transfer_ms(window: Window, otherwise: float) -> float:
-    ranks = window.ranks
-    return otherwise if isinstance(ranks, str) or ranks.transfer_ms is None else ranks.transfer_ms
+def _transfer_ms(window: Window) -> float | None:
+    return None if isinstance(window.ranks, str) else window.ranks.transfer_ms
 
 
 def is_notable(lane: str, share: float) -> bool:

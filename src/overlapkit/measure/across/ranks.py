@@ -114,15 +114,20 @@ class Ranks:
         return self._mean_of(self.late)
 
     @property
-    def explained_ms(self) -> float:
-        """The part of it that comes of what the late ranks did.
+    def explained(self) -> tuple[LateRank, ...]:
+        """Those of `late` that were late for what they did themselves.
 
         Where local times are known without waits, lateness that they do not explain is the transport's or the
         scheduler's.
         """
         if "communication" not in self.parts:
-            return self.late_ms
-        return self._mean_of(tuple(one for one in self.late if one.phase is not None))
+            return self.late
+        return tuple(one for one in self.late if one.phase is not None)
+
+    @property
+    def explained_ms(self) -> float:
+        """What the lateness of those costs a step."""
+        return self._mean_of(self.explained)
 
     def _mean_of(self, late: tuple[LateRank, ...]) -> float:
         return sum(one.late_ms * one.steps for one in late) / self.steps if self.steps else 0.0

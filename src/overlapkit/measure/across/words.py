@@ -60,12 +60,12 @@ def is_late(ranks: Ranks) -> bool:
 
 def remedy(ranks: Ranks) -> tuple[str, str]:
     """Who to look at, and for what."""
-    first = ranks.late[0]
-    phases = [one.phase for one in ranks.late]
+    first = ranks.explained[0]
+    phases = [one.phase for one in ranks.explained]
     if not ranks.rotating:
         return f"rank {first.rank}", _remedy(first)
     common = max(set(phases), key=phases.count)
-    who = "ranks " + ", ".join(str(one.rank) for one in ranks.late[:4])
+    who = "ranks " + ", ".join(str(one.rank) for one in ranks.explained[:4])
     if common == "garbage":
         return who, f"in turn: {_REMEDY['garbage']}"
     where = "" if common is None else f", in {common}"
