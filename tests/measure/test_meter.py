@@ -457,7 +457,7 @@ def test_planted_delays_are_found_in_a_real_loop():
     assert sum(r.input for r in records) == slept["input"]
     assert sum(r.checkpoint for r in records) == slept["checkpoint"]
     assert all(r.forward >= 4 * MS and is_whole(r) for r in records)
-    assert [finding.lane for finding in meter.report().findings[:2]] == ["input", "checkpoint"]
+    assert {"input", "checkpoint"} <= {finding.lane for finding in meter.report().findings}
 
 
 class RealComponent(FakeComponent):

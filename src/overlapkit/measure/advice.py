@@ -65,7 +65,7 @@ def find(
     """
     detail = detail or StepDetail()
     found = _late(window)
-    left = _transfer_ms(window) if found else None  # a late rank was named: what would be left without it
+    left = _transfer_ms(window)  # no bucket or prefetch mends what was waited for a late rank
     for lane, fix in _FIXES.items():
         cost = _cost_ms(lane, window, detail)
         if lane == "communication" and left is not None:

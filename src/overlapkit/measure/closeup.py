@@ -15,7 +15,7 @@ from overlapkit.measure.stops import CompileWatch, GarbageWatch
 from overlapkit.span import Span
 
 _FIRST = 10  # the step whose operators are counted first: what happens once is over by then
-_RHYTHM = 251  # and one in so many later: a prime, so that what the loop does every n-th step is met as well
+_RHYTHM = 1009  # and one in so many later: a prime, so that what the loop does every n-th step is met as well
 _ANEW = 256  # steps after which all modules are watched for recomputation again
 
 
@@ -103,9 +103,11 @@ class Closeup:
 
     def turn(self, ending: str, beginning: str) -> None:
         """A phase ends and another begins, in a step that is looked at closely."""
+        if "recompute" in (ending, beginning) or beginning == "loss":
+            return  # a part of backward, as often as there are blocks; and of forward
         if self.seen.peaks is not None and ending != "outside":
             self.seen.peaks.look(self._step, ending)
-        if beginning == "backward" and ending != "recompute" and self._recompute is not None:
+        if beginning == "backward" and self._recompute is not None:
             self._recompute.attach(everywhere=self._step < 8 or self._step % _ANEW == 0)
 
     def leave(self, step: int, *, whole: bool) -> None:

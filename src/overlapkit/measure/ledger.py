@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +41,10 @@ class Finished(NamedTuple):
     counted: bool = False
 
 
+_Over = tuple[Finished, list[Segment] | None]
+"""A step and its segments, where a device timed them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """One recorded step in time.
@@ -60,70 +65,134 @@ class Trace:
 class Ledger:
     """The records of a meter.
 
+    A step is set aside when it is over, with what was published up to then; the records are worked out when
+    somebody reads them. Training pays for the first only: the second takes several times as long.
+
     Invariants:
-        * A step is recorded when its last turn has been passed, and then only: what components publish
+        * A step is set aside when its last turn has been passed, and then only: what components publish
           up to that moment holds every wait of the step.
         * A span counts in each period that it reaches into, its bytes in the one in which it ends.
+        * `settle` waits for nobody: not for a device, nor for a thread that reads.
 
     Args:
         coverage: The components, and which lanes they cover.
         history: How many records are kept.
 
     Attributes:
-        records: Of the latest steps.
-        traces: Of the last hundred.
-        shown: The newest spans.
-        compiled: The newest compilations, each with its step.
-        saving: Of the checkpointer, the newest: what it did beside the steps.
+        settled: How many steps have been set aside so far.
         own: Spans that the meter itself saw, from whichever thread; taken by settle().
-        lock: Held while any of these but `own` changes.
+        lock: Held while records are worked out; hold it to read several of the lists as they belong together.
     """
 
     def __init__(self, coverage: Coverage, history: int) -> None:
         self.coverage = coverage
-        self.records: deque[StepRecord] = deque(maxlen=history)
-        self.traces: deque[Trace] = deque(maxlen=_TRACED)
-        self.shown: deque[Span] = deque(maxlen=4096)
-        self.lock = threading.Lock()
-        self._waiting: deque[Finished] = deque(maxlen=_BEHIND)
-        self.compiled: deque[tuple[int, Span]] = deque(maxlen=512)
-        self.saving: deque[Span] = deque(maxlen=512)
+        self.settled = 0
         self.own: deque[Span] = deque(maxlen=1024)
+        self.lock = threading.RLock()
+        self._history = history
+        self._waiting: deque[Finished] = deque(maxlen=_BEHIND)
+        self._settling = threading.Lock()
+        self._aside: deque[tuple[list[_Over], list[Span]]] = deque()
         self._pending = Pending()
+        self._records: deque[StepRecord] = deque(maxlen=history)
+        self._traces: deque[Trace] = deque(maxlen=_TRACED)
+        self._shown: deque[Span] = deque(maxlen=4096)
+        self._compiled: deque[tuple[int, Span]] = deque(maxlen=512)
+        self._saving: deque[Span] = deque(maxlen=512)
+
+    @property
+    def records(self) -> deque[StepRecord]:
+        """Of the latest steps."""
+        self._work_out()
+        return self._records
+
+    @property
+    def traces(self) -> deque[Trace]:
+        """Of the last hundred steps."""
+        self._work_out()
+        return self._traces
+
+    @property
+    def shown(self) -> deque[Span]:
+        """The newest spans."""
+        self._work_out()
+        return self._shown
+
+    @property
+    def compiled(self) -> deque[tuple[int, Span]]:
+        """The newest compilations, each with its step."""
+        self._work_out()
+        return self._compiled
+
+    @property
+    def saving(self) -> deque[Span]:
+        """What the checkpointer did beside the steps, the newest."""
+        self._work_out()
+        return self._saving
 
     def finish(self, step: Finished) -> None:
         """The host has left a step."""
         self._waiting.append(step)
 
-    def settle(self) -> int:
-        """Record the steps that are over on the device too, and return how many they were. Never waits."""
-        over: list[tuple[Finished, list[Segment]]] = []
+    def __iter__(self) -> Iterator[StepRecord]:
+        """The records up to now."""
+        self.settle()
         with self.lock:
-            while self._waiting and (segments := self._waiting[0].timeline.resolve()) is not None:
-                over.append((self._waiting.popleft(), segments))
-            if over:
-                self._collect()
-            for step, segments in over:
-                ended, waits = self._pending.take(segments, on_device=step.on_device)
-                shares = share_out(segments, waits, on_device=step.on_device)
-                by_lane: dict[str, list[Span]] = {}
-                for span in ended:
-                    by_lane.setdefault(span.lane, []).append(span)
-                self.records.append(self._record(step, segments, shares, by_lane))
-                self.compiled.extend((step.number, span) for span in by_lane.get("compilation", ()))
-                collectives = tuple(by_lane.get("communication", ()))
-                self.traces.append(Trace(step.number, segments, shares.waits, collectives))
-                step.timeline.release()
-        return len(over)
+            return iter(list(self.records))
 
-    def _collect(self) -> None:
+    def settle(self) -> None:
+        """Set the steps aside that are over on the device too. Never waits."""
+        if not self._settling.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            over: list[_Over] = []
+            while self._waiting:
+                step = self._waiting[0]
+                segments = step.timeline.resolve() if step.on_device else None
+                if step.on_device and segments is None:
+                    break
+                over.append((self._waiting.popleft(), segments))
+                step.timeline.release()
+            if over:
+                self._aside.append((over, self._take_spans()))
+                self._forget_the_oldest()
+            self.settled += len(over)
+        finally:
+            self._settling.release()
+
+    def _take_spans(self) -> list[Span]:
         spans = [self.own.popleft() for _ in range(len(self.own))]
         for tap in self.coverage.taps.values():
             spans += tap.take()
-        self.coverage.note(spans)
-        self._pending.add(spans)
-        self.shown.extend(spans)
-        self.saving.extend(span for span in spans if span.lane == "checkpoint" and not span.exposed)
+        return spans
+
+    def _forget_the_oldest(self) -> None:
+        """Those that would be dropped from the records anyway, where nobody has read them."""
+        kept = sum(len(over) for over, _ in list(self._aside))
+        while kept > self._history + len(self._aside[0][0]):
+            kept -= len(self._aside.popleft()[0])
+
+    def _work_out(self) -> None:
+        with self.lock:
+            while self._aside:
+                over, spans = self._aside.popleft()
+                self.coverage.note(spans)
+                self._pending.add(spans)
+                self._shown.extend(spans)
+                self._saving.extend(s for s in spans if s.lane == "checkpoint" and not s.exposed)
+                for step, segments in over:
+                    self._enter(step, segments or step.timeline.resolve() or [])
+
+    def _enter(self, step: Finished, segments: list[Segment]) -> None:
+        ended, waits = self._pending.take(segments, on_device=step.on_device)
+        shares = share_out(segments, waits, on_device=step.on_device)
+        by_lane: dict[str, list[Span]] = {}
+        for span in ended:
+            by_lane.setdefault(span.lane, []).append(span)
+        self._records.append(self._record(step, segments, shares, by_lane))
+        self._compiled.extend((step.number, span) for span in by_lane.get("compilation", ()))
+        collectives = tuple(by_lane.get("communication", ()))
+        self._traces.append(Trace(step.number, segments, shares.waits, collectives))
 
     def _record(
         self, step: Finished, segments: list[Segment], shares: Shares, ended: dict[str, list[Span]]

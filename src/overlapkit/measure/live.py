@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from overlapkit.measure.logged import Logged, Tell
@@ -48,7 +48,7 @@ class Live:
         for tell in self._on_report:
             self._listeners.call("on_report", tell, report)
 
-    def step(self, done: int, records: Collection[StepRecord]) -> None:
+    def step(self, done: int, records: Iterable[StepRecord]) -> None:
         """The host has left a step.
 
         Args:

@@ -127,7 +127,7 @@ class StepMeter:
         self._clock: Clock | None = None
         self._inside = threading.Lock()  # held inside a step
         self._index = 0  # of the step that is on, or of the next one
-        self._recorded = 0
+        self._told = 0  # windows that were reported
         self._closed = False
         self._phases = Phases(model, optimizer)
         self._across = Across(self._ledger, self._phases, every, hang_timeout, on_hang)
@@ -143,7 +143,7 @@ class StepMeter:
     @property
     def last(self) -> StepRecord | None:
         """The latest record, or None; on CUDA it is a few steps behind."""
-        self._recorded += self._ledger.settle()
+        self._ledger.settle()
         records = self._ledger.records
         return records[-1] if records else None
 
@@ -228,7 +228,7 @@ class StepMeter:
         return self._report(window, patience=1.0)
 
     def _report(self, window: int, patience: float) -> StepReport:
-        self._recorded += self._ledger.settle()
+        self._ledger.settle()
         report = make_report(
             self._ledger, window, self._closeup.seen, self._rank, self._across.ranks(patience), **self._speed
         )
@@ -240,7 +240,7 @@ class StepMeter:
             return
         self._closed = True
         self._phases.remove()
-        self._recorded += self._ledger.settle()
+        self._ledger.settle()
         for companion in self._companions:
             companion.close()
         self._ledger.coverage.close()
@@ -299,8 +299,8 @@ class StepMeter:
 
     def _publish(self) -> None:
         if self._index % _BATCH == 0 or self._index % _WINDOW == 0:  # one by one they cost twice as much
-            due = self._recorded // _WINDOW
-            self._recorded += self._ledger.settle()
-            if self._live.wants_reports and self._recorded // _WINDOW > due:
+            self._ledger.settle()
+            if self._live.wants_reports and self._ledger.settled // _WINDOW > self._told:
+                self._told = self._ledger.settled // _WINDOW
                 self._live.report(self._report(_WINDOW, patience=0.0))
-        self._live.step(self._index, self._ledger.records)
+        self._live.step(self._index, self._ledger)

@@ -6,7 +6,7 @@ one plain line every ten seconds. Of several ranks only rank 0 has one.
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -61,7 +61,7 @@ class ProgressLine:
         self._live: Live | None = None
         self._closed = False
 
-    def step(self, done: int, records: Collection[StepRecord], latest: Mapping[str, float]) -> None:
+    def step(self, done: int, records: Iterable[StepRecord], latest: Mapping[str, float]) -> None:
         """A step is over; shown where it is time to.
 
         Args:

@@ -31,10 +31,11 @@ class Recomputation:
         """Backward begins. With `everywhere` it is found out anew which modules are called."""
         if self._handles:
             return
+        watched = self._found
         if everywhere:
+            watched = [part for part in self._model.modules() if part is not self._model]
             self._found = []
-        watched = [part for part in self._model.modules() if part is not self._model]
-        for module in watched if everywhere else self._found:
+        for module in watched:
             self._handles.append(module.register_forward_pre_hook(Hook(self._on_call), prepend=True))
             self._handles.append(module.register_forward_hook(Hook(self._on_return), always_call=True))
 
