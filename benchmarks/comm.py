@@ -4,8 +4,9 @@
 
 On hosts that benchmarks/netlab.py makes of one machine, over gloo, in fp32: plain fully_shard, the recipe of
 large pretraining code (the embedding, each block, [norm, head] kept, explicit prefetch), DDP's defaults, and
-ours, in turns in one run; a step is forward and backward, the slowest rank's. A block computes by sleeping
-(benchmarks/comm_rank.py says why). Each term of a goal is measured in the same run:
+ours ("2 ahead" is forward_prefetch=2), in turns in one run; a step is forward and backward, the slowest
+rank's. A block computes by sleeping (benchmarks/comm_rank.py says why). Each term of a goal is measured in the
+same run:
 
 * compute: the same step of one rank that talks to nobody; forward: that of it;
 * bandwidth: a plain socket from each host to the next, all at once; the fastest that was seen, once a round;
@@ -33,7 +34,7 @@ from harness import Figure, Measurement, finish, new_file, parser, time_figure
 
 RANK = Path(__file__).with_name("comm_rank.py")
 GOAL_DDP, GOAL_FSDP, GOAL_PEER = 1.10, 1.4, 1 / 0.98
-OURS = ("ours, shard", "ours, replicate", "ours, replicate, 8 MiB")
+OURS = ("ours, shard", "ours, shard, 2 ahead", "ours, replicate", "ours, replicate, 8 MiB")
 PEERS = ("fully_shard", "fully_shard, recipe", "DDP")
 ALONE = "compute alone"
 _PARAMETERS_MB = 8.4, 8.2  # of a block; of embedding and head
@@ -112,9 +113,9 @@ def figures_of(setting: Setting, ranks: list[dict[str, Any]]) -> list[Figure]:
     steps = {name: Measurement(name, slowest(ranks, name)) for name in ranks[0]["steps"]}
     bounds = bounds_of(ranks)
     figures = [bounded(setting, steps, OURS[0], bounds["shard"], GOAL_FSDP)]
-    figures.append(bounded(setting, steps, OURS[2], bounds["replicate"], GOAL_DDP))
+    figures.append(bounded(setting, steps, OURS[3], bounds["replicate"], GOAL_DDP))
     figures.append(best_figure(setting, steps))
-    for name in (*PEERS, OURS[1], ALONE):
+    for name in (*PEERS, *OURS[1:3], ALONE):
         figures.append(time_figure(f"{setting.name}, {name}", steps[name], unit="s"))
     all_beside = Measurement("all beside", (bounds["all beside"],))
     figures.append(time_figure(f"{setting.name}, all beside", all_beside, unit="s"))

@@ -105,6 +105,7 @@ VARIANTS: dict[str, Callable[[Model, Any], nn.Module]] = {
     "fully_shard, recipe": recipe,
     "DDP": lambda model, mesh: nn.parallel.DistributedDataParallel(model),
     "ours, shard": lambda model, mesh: ok.shard(model, mesh),
+    "ours, shard, 2 ahead": lambda model, mesh: ok.shard(model, mesh, forward_prefetch=2),
     "ours, replicate": lambda model, mesh: ok.replicate(model),
     "ours, replicate, 8 MiB": lambda model, mesh: ok.replicate(model, bucket_cap_mb=8),
 }

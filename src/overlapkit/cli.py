@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from overlapkit import cli_doctor, cli_plan
+from overlapkit import cli_doctor, cli_explain, cli_plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 checkpoint = typer.Typer(
@@ -35,56 +35,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.callback()
 def overlapkit() -> None:
     """Parts for PyTorch training loops whose lanes run at once."""
-
-
-@app.command(epilog="Exit status: 0 read (whatever it shows), 1 a trace is damaged, 2 wrong usage.")
-def explain(
-    trace: Annotated[
-        list[str],
-        typer.Argument(help="Traces of torch.profiler (.json, .json.gz, .tar.gz) or a folder: one a rank."),
-    ],
-    as_json: AsJson = False,
-    plot: Annotated[
-        str | None, typer.Option(help="Draw the lanes of the first rank's last steps into this PNG.")
-    ] = None,
-    perfetto: Annotated[
-        str | None,
-        typer.Option(help="Write the lanes of all ranks' last steps, on one clock, for ui.perfetto.dev."),
-    ] = None,
-) -> None:
-    """Say what profiler traces expose: lanes, seven answers, the late rank, and what to change."""
-    with _exit_status():
-        from overlapkit.checkpoint import tables
-        from overlapkit.measure import explain as read
-
-        with tables.progress_bar("reading") as progress:
-            report = read(trace, progress=progress)
-        if plot is not None:
-            report.plot(plot, steps=min(8, report.steps))
-        if perfetto is not None:
-            report.to_perfetto(perfetto)
-        if as_json:
-            tables.print_json(report.to_dict())
-        else:
-            print(report)
-
-
-@app.command(epilog="Exit status: 0 compared (whatever it shows), 1 a file cannot be read, 2 wrong usage.")
-def compare(
-    before: Annotated[str, typer.Argument(help="What StepReport.save or `explain --json` wrote.")],
-    after: Annotated[str, typer.Argument(help="Likewise, of the other run.")],
-    as_json: AsJson = False,
-) -> None:
-    """Compare two saved reports: what became faster or slower by more than noise, and which findings."""
-    with _exit_status():
-        from overlapkit.checkpoint import tables
-        from overlapkit.measure import StepReport
-
-        found = StepReport.compare(before, after)
-        if as_json:
-            tables.print_json(found.to_dict())
-        else:
-            print(found)
 
 
 @checkpoint.command()
@@ -309,7 +259,9 @@ def _guarded(command: Callable[..., bool]) -> Callable[..., None]:
     return run
 
 
+app.command(epilog=cli_explain.COMPARED)(_guarded(cli_explain.compare))
 app.command(epilog=cli_doctor.EXIT_STATUS)(_guarded(cli_doctor.doctor))
+app.command(epilog=cli_explain.READ)(_guarded(cli_explain.explain))
 app.command(epilog=cli_plan.EXIT_STATUS)(_guarded(cli_plan.plan))
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,9 @@ def on_meta(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named if tensor.is_meta}
 
 
-def materialise(module: nn.Module, device: torch.device | str | int | None) -> None:
+def materialise(
+    module: nn.Module, device: torch.device | str | int | None, *, shards_on_host: bool = False
+) -> None:
     """Give every tensor that is on the meta device memory, with no values in it; leave the others alone.
 
     As `module.to_empty()`, which takes the others' values away and unties what is tied.
@@ -24,6 +27,7 @@ def materialise(module: nn.Module, device: torch.device | str | int | None) -> N
         module: A module, sharded by FSDP2 or not.
         device: Where to; None is the device of the mesh that a tensor is sharded over, without one the
             current accelerator, else the CPU.
+        shards_on_host: Sharded tensors go to the CPU, as FSDP2's offload wants them.
 
     Raises:
         ValueError: There is no such device.
@@ -35,7 +39,9 @@ def materialise(module: nn.Module, device: torch.device | str | int | None) -> N
             tied.setdefault(id(tensor), []).append((owner, name))
 
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_like(tensor, device="cpu" if shards_on_host and _is_sharded(tensor) else place)
 
     module._apply(with_memory)  # what to_empty() calls, and FSDP2 overrides
     for (first, name), *others in tied.values():
@@ -53,8 +59,10 @@ def _members(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
 
 
 def _mesh_device(module: nn.Module) -> str | None:
-    tensor = sys.modules.get("torch.distributed.tensor")  # not loaded: nothing can be sharded
-    for parameter in module.parameters():
-        if tensor is not None and isinstance(parameter, tensor.DTensor):
-            return str(parameter.device_mesh.device_type)
-    return None
+    sharded: Any = next(filter(_is_sharded, module.parameters()), None)
+    return None if sharded is None else str(sharded.device_mesh.device_type)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    known = sys.modules.get("torch.distributed.tensor")  # not loaded: nothing can be sharded
+    return known is not None and isinstance(tensor, known.DTensor)

@@ -97,6 +97,10 @@ def test_a_check_that_fails_keeps_what_it_saw_before(tmp_path):
         yield layer.ok("first", "seen")
         raise RuntimeError("a bug")
 
+    def stops(subject):
+        yield layer.ok("first", "seen")
+        subject.machine.text("/proc/none")
+
     def hangs(subject):
         time.sleep(0.2)
         yield layer.ok("never", "seen")
@@ -106,6 +110,9 @@ def test_a_check_that_fails_keeps_what_it_saw_before(tmp_path):
         ("first", "ok", "seen"),
         ("broken", "unknown", "RuntimeError: a bug"),
     ]
+    lines = Check(layer, "stopped", stops).run(subject)
+    assert [(line.name, line.state) for line in lines] == [("first", "ok"), ("stopped", "unknown")]
+    assert lines[1].saw == "/proc/none: No such file or directory"
     (line,) = Check(layer, "mount", hangs, seconds=0.02).run(subject)
     assert (line.state, line.saw) == ("unknown", "no answer within 0.02 s")
     for thread in threading.enumerate():
@@ -162,6 +169,8 @@ def test_lines_of_ranks_that_agree_are_one():
     assert Line.from_dict(lines[0].to_dict()) == lines[0]
     gpu_line = Line("gpu", "x", "ok", "")
     assert merged([lines[0], gpu_line])[0] is gpu_line
+    swap = Line("loop", "swap", "ok", "none")
+    assert [one.name for one in merged([lines[0], swap, *lines[1:]])] == ["cores", "cores", "cores", "swap"]
 
 
 def test_words():

@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
+from overlapkit.doctor.machine import Machine, Unreadable
 from overlapkit.doctor.subject import Place
 from tests.doctor.looking import look, named, weak
-from tests.doctor.trees import GIB, Driver, Node, Tree, healthy, torch_on
+from tests.doctor.trees import GIB, Driver, Node, Tree, h100, healthy, torch_on
 
 
 @pytest.fixture
@@ -44,6 +45,39 @@ def test_a_nic_on_the_wrong_socket(tmp_path):
     assert named(look(node), "path", "nics").saw.startswith("each GPU's nearest NIC is NODE or nearer")
 
 
+def test_adapters_that_no_gpu_needs_may_be_down_or_slow(node):
+    """As on most large nodes: a second port without a cable, a slower adapter for storage."""
+    node.tree.nic("pci0000:f0/0000:f0:01.0/0000:f1:00.0", "mlx5_8", 1, state="1: DOWN")
+    node.tree.nic("pci0000:f0/0000:f0:02.0/0000:f2:00.0", "mlx5_9", 1, rate="200 Gb/sec", lanes=8)
+    lines = look(node)
+    assert weak(lines) == []
+    assert named(lines, "fabric", "ports").saw == (
+        "9 active: InfiniBand 200 Gb/s, InfiniBand 400 Gb/s; down, and no GPU needs it: mlx5_8"
+    )
+
+
+def test_in_a_virtual_machine_all_adapters_are_equally_near(tmp_path):
+    tree = Tree(tmp_path).linux()
+    gpus = [tree.gpu(f"pci0000:00/0000:00:{at:02x}.0", -1) for at in range(16, 18)]
+    for at in range(2):
+        tree.nic(
+            f"pci0000:00/0000:00:{at + 4:02x}.0", f"mlx5_{at}", -1, state="4: ACTIVE" if at else "1: DOWN"
+        )
+    two = Node(tree, Driver([h100(gpu) for gpu in gpus]), torch_on(2))
+    assert ("fabric", "ports", "mlx5_0: DOWN, not active") in weak(look(two))
+    tree.nic("pci0000:00/0000:00:06.0", "mlx5_2", -1)  # one for each GPU is up now
+    assert named(look(two), "fabric", "ports").state == "ok"
+
+
+def test_a_machine_without_gpus_needs_one_adapter(tmp_path):
+    tree = Tree(tmp_path).linux()
+    tree.nic("pci0000:00/0000:00:04.0", "mlx5_0", state="1: DOWN")
+    node = Node(tree, "none", torch_on(0))
+    assert ("fabric", "ports", "mlx5_0: DOWN, not active") in weak(look(node))
+    tree.nic("pci0000:00/0000:00:05.0", "mlx5_1")
+    assert named(look(node), "fabric", "ports").state == "ok"
+
+
 def set_files(files):
     return lambda node: node.tree.write(files)
 
@@ -65,7 +99,7 @@ def remove_peermem(node):
 
 
 def add_roce(node):
-    way = "pci0000:f0/0000:f0:01.0/0000:f1:00.0"
+    way = "pci0000:80/0000:80:01.0/0000:81:00.0/0000:82:01.0/0000:85:00.0"  # beside GPU 7
     node.tree.nic(way, "roce0", 1, kind="Ethernet", interface="enp241")
     node.tree.write({f"/sys/devices/{way}/net/enp241/mtu": 1500})
 
@@ -244,6 +278,14 @@ RISES = [
 def test_counters_that_rise_while_they_are_watched(node, saw, file, value):
     found = weak(look(node, between=lambda: node.tree.write({file: value})))
     assert found == [("fabric", "counters", f"mlx5_3: {saw}")]
+
+
+def test_counters_that_do_not_answer_are_one_line(node):
+    def refuse(name):
+        raise Unreadable(f"{name} does not answer")
+
+    node.tree.machine = lambda: Machine(node.tree.root, node.tree.environ, ethtool=refuse)
+    assert named(look(node), "fabric", "counters").saw == "eth0 does not answer"
 
 
 @pytest.mark.parametrize(("way", "says"), [("rx", "received"), ("tx", "sent")])

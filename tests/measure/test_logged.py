@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from overlapkit.measure import StepMeter
 from overlapkit.measure.logged import Logged
+from overlapkit.measure.operators import Operators
 from tests.cuda_fake import fake_cuda, on_device
 from tests.ranks import one_rank_group
 
@@ -85,6 +86,18 @@ def test_values_of_a_device_arrive_later_in_order_without_a_wait():
     assert machine.faults == []
     assert all(non_blocking for _, non_blocking in machine.copies)
     assert len(machine.copies) == 4  # one for the values of a call
+
+
+def test_a_logged_value_is_no_synchronisation_of_the_report():
+    with fake_cuda():
+        told, loss = Told(), on_device(torch.tensor(2.0))
+        with (operators := Operators(lambda: "inside")):
+            told.log(0, {"loss": loss})
+        assert operators.syncs == {}
+        with operators:
+            loss.item()
+        assert sum(operators.syncs.values()) == 1
+        told.close()
 
 
 def test_nothing_is_logged_into_a_graph(monkeypatch):

@@ -207,6 +207,18 @@ def test_ranks_of_a_trace_are_on_one_clock(tmp_path):
     assert ready == {"ready: AllReduce"}
 
 
+def test_waiting_for_input_is_exposed_where_the_device_had_nothing_to_do(tmp_path):
+    made = HandTrace(0, 1)
+    made.step(1, 0, 1000)
+    made.work("gemm", 100, 400, launch=10)
+    made.add("user_annotation", "enumerate(DataLoader)#_SingleProcess.__next__", 300, 500)
+    made.work("gemm", 700, 900, launch=650)
+    report = explain(made.write(tmp_path / "a.json"))
+    report.to_perfetto(tmp_path / "out.json")
+    assert Shown(tmp_path / "out.json").on("input: exposed") == [("exposed", 0.3, 0.6)]  # 400 to 700 us
+    assert report.parts["input"].mean_ms == pytest.approx(0.3)
+
+
 def test_an_export_is_no_trace_of_a_profiler(report, tmp_path):
     report.to_perfetto(tmp_path / "a.json")
     with pytest.raises(TraceError, match=r"no kernel, copy or operator among them: is it torch.profiler's"):

@@ -325,6 +325,37 @@ def test_a_loop_that_never_asks_for_more_keeps_its_gradients():
     assert max(max(errors) for errors in run_ranks(2, job)) < 1e-15
 
 
+@pytest.mark.parametrize("name", ["ours", "shard", "fully_shard"])
+def test_a_last_microbatch_without_a_backward_is_an_error(name: str):
+    """Some skip a microbatch whose loss is not finite: then nobody would have averaged the others."""
+    with one_rank_group():
+        (batches,) = microbatches(1)
+        for skipped, defer in ((0, "all"), (2, "all"), (2, "all_reduce"), (2, "none")):
+            if name == "ours" and defer == "none":
+                continue  # DDP has averaged the others: nothing differs between ranks
+            model, text = WRAPPERS[name](gpt()), ""
+            try:
+                for place, (batch, scale) in enumerate(ok.accumulate(model, batches, defer=defer)):
+                    loss = loss_of(model, batch) * scale
+                    if place != skipped:
+                        loss.backward()
+            except RuntimeError as error:
+                text = str(error)
+            assert ("the last microbatch had no backward" in text) == bool(skipped)
+            assert all((p.grad is None) == bool(skipped) for p in model.parameters())
+
+
+def test_a_parameter_that_ddp_waits_for_in_vain_is_an_error_at_once():
+    with one_rank_group():
+        model = ok.replicate(_Branches())
+        steps = ok.accumulate(model, [False])
+        both, scale = next(steps)
+        (model(torch.ones(1, 4), both).sum() * scale).backward()
+        with pytest.raises(RuntimeError, match="did not receive grad for rank 0"):
+            next(steps)
+        assert all(p.grad is None for p in model.parameters())
+
+
 def test_an_iterator_that_is_not_used_changes_nothing():
     with one_rank_group():
         model = ok.shard(gpt())
@@ -438,6 +469,7 @@ def test_on_a_gpu_the_host_waits_for_nothing_until_it_checks(
     def all_reduce(vector: torch.Tensor, group: Any, async_op: bool) -> Work:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        vector.record_stream(stream)  # as NCCL's backend does
         with torch.cuda.stream(stream):
             vector.add_(on_device(torch.tensor([6, 0, 4])))
         return Work(stream)
@@ -447,17 +479,22 @@ def test_on_a_gpu_the_host_waits_for_nothing_until_it_checks(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(weights, "_timeout", lambda group, device: 10.0)
     weights._beside.cache_clear()
+    kept, host = [], weights._host  # the allocator of page-locked memory does not reuse it too early
+    monkeypatch.setattr(weights, "_host", lambda *args: kept.append(host(*args)) or kept[-1])
     with fake_cuda() as machine:
         tokens = [on_device(torch.tensor(3)), on_device(torch.tensor(1))] if on_the_gpu else [3, 1]
         parts = SimpleNamespace(groups=[object()], divisor=2.0, device=torch.device("cuda", 0))
         roll = SimpleNamespace(naming=lambda what: nullcontext())
         counted = weights.Weights(tokens, parts, roll)
-        weights.Weights(tokens, parts, roll)  # of a loop that was left at once
+        weights.Weights(tokens, parts, roll)  # of a loop that is left at once
         loss = on_device(torch.tensor(1.0))
         scaled = [loss * weights.Scale(counted, place).tensor() for place in range(2)]
         assert machine.syncs == 0
 
+        heard, arrived = [], counted._arrived
+        monkeypatch.setattr(weights, "_refuse_uneven", lambda said: heard.append((said, arrived.patience)))
         counted.check()
+        assert heard == [([4, 4], 0)], "two microbatches each, read once the copy had arrived"
         assert [it.raw.item() for it in scaled] == pytest.approx([0.6, 0.2])
         del counted, scaled
     assert machine.faults == []

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +198,8 @@ def test_what_counts_as_only_named():
         kept = nn.Parameter(_sharded(mesh))
         kept.grad = _sharded(mesh)
         frozen = nn.Parameter(_sharded(mesh).bfloat16(), requires_grad=False)
+        other_gradient = nn.Parameter(_sharded(mesh))
+        other_gradient.grad_dtype = torch.bfloat16
         named = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
         def asked(mesh: Any, *parameters: torch.Tensor) -> bool:
@@ -209,6 +212,7 @@ def test_what_counts_as_only_named():
             "gathered": asked(mesh, nn.Parameter(torch.zeros(4))),
             "tensor-parallel and gathered": asked(named, tensor_parallel),
             "another dtype": asked(mesh, nn.Parameter(_sharded(mesh).bfloat16())),
+            "another dtype of gradients": asked(mesh, other_gradient),
             "two dimensions": asked(two, mine),
         }
 
@@ -226,6 +230,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr("overlapkit.parallel.collectives._gather", copy)
     monkeypatch.setattr("overlapkit.parallel.collectives._scatter", copy)
+    monkeypatch.setattr("overlapkit.parallel.collectives.group_name", lambda group: "")
     with fake_cuda() as machine:
         yield machine
         assert machine.faults == []
@@ -294,11 +299,13 @@ def test_hooks_stand_on_both_sides_of_those_that_are_there(machine: FakeCuda):
 @pytest.mark.parametrize("copies", [False, True])
 def test_reductions_on_a_device_and_the_tail_behind_them(machine: FakeCuda, copies: bool):
     traffic, scatter, reduce = Traffic(), torch.cuda.Stream(), torch.cuda.Stream()
-    mesh = type("Mesh", (), {"ndim": 2 if copies else 1})
+    mesh = mock.Mock(ndim=2 if copies else 1)
     units = [
         ReduceScatter(name, {f"{name}.w": lambda: nn.Parameter(torch.zeros(1))}, place, traffic, mesh)
         for place, name in enumerate("ba")
     ]
+
+    kept: list[Any] = []
 
     def reduced_as_fsdp2(unit: ReduceScatter) -> None:
         gradients = unit.allocate((4,), dtype=torch.float32, device=torch.device("cuda", 0))
@@ -312,7 +319,7 @@ def test_reductions_on_a_device_and_the_tail_behind_them(machine: FakeCuda, copi
             with torch.cuda.stream(reduce):
                 output.mul_(1.0)
                 unit.all_reduced(output)
-        kept.append((gradients, output))
+        kept.append((gradients, output))  # as FSDP2 does until backward ends
 
     class Units(torch.autograd.Function):
         @staticmethod
@@ -325,7 +332,6 @@ def test_reductions_on_a_device_and_the_tail_behind_them(machine: FakeCuda, copi
                 reduced_as_fsdp2(unit)
             return gradient
 
-    kept: list[Any] = []
     Units.apply(torch.ones(1, requires_grad=True)).backward()
     spans = _taken(traffic)
     for stream in (scatter, reduce):
@@ -341,7 +347,7 @@ def test_reductions_on_a_device_and_the_tail_behind_them(machine: FakeCuda, copi
     if copies:
         assert found["all_reduce a"].bytes == 16
         assert found["all_reduce b"].end <= found["all_reduce a"].start
-    del kept
+    kept.clear()
 
 
 def _on_a_gpu(rank: int) -> list[tuple[str, Any, bool]]:

@@ -57,12 +57,15 @@ class Mixed(nn.Module):
         super().__init__()
         self.square = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.empty(2 * WIDTH))
+        self.shift = nn.Parameter(torch.empty(WIDTH))
         self.register_buffer("count", torch.empty(3, dtype=torch.int64))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        first, second = self.scale.chunk(2)  # held while three others are written
         nn.init.orthogonal_(self.square.weight)
-        first, second = self.scale.chunk(2)
+        nn.init.zeros_(self.square.bias)
+        nn.init.zeros_(self.shift)
         with torch.no_grad():
             first.normal_()
             second.copy_(torch.randn(WIDTH))
@@ -70,7 +73,7 @@ class Mixed(nn.Module):
         self.count.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.square(x) * self.scale[:WIDTH] + self.scale[WIDTH:]
+        return self.square(x) * self.scale[:WIDTH] + self.scale[WIDTH:] + self.shift
 
 
 def built(make: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
@@ -142,6 +145,24 @@ def test_tensor_parallel_values_are_those_of_one_process():
     assert run_ranks(4, job) == [[]] * 4
 
 
+def test_shards_that_are_offloaded_go_to_the_host(monkeypatch: pytest.MonkeyPatch):
+    from overlapkit import meta_device
+
+    def job(rank: int) -> list[Any]:
+        model = ok.shard(on_meta(Parts), offload=True)
+        monkeypatch.setattr(meta_device, "as_device", lambda device: torch.device("meta"))  # for a GPU
+        meta_device.materialise(model, None, shards_on_host=True)
+        places = {p.device.type for p in model.parameters()}, {b.device.type for b in model.buffers()}
+        monkeypatch.undo()
+        model = ok.shard(on_meta(Gpt), offload=True)
+        torch.manual_seed(3)
+        materialize(model)
+        train(model, half(rank))
+        return [*places, max(worst_error(model, trained_alone(built(Gpt)))) < 2e-6]
+
+    assert run_ranks(2, job) == [[{"cpu"}, {"meta"}, True]] * 2
+
+
 class Root(Gpt):
     """Initialised from the top, as torchtitan's models are."""
 
@@ -211,6 +232,27 @@ def test_without_a_mesh_what_has_values_goes_along():
     materialize(model, device="cpu")
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
     assert model.embed.real.tolist() == [1, 1]
+
+
+class Pair(nn.Module):
+    """Resets both of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def reset_parameters(self) -> None:
+        for child in (self.first, self.second):
+            nn.init.constant_(child.weight, 2.0)
+
+
+def test_what_has_values_is_not_reset():
+    model = on_meta(Pair)
+    model.second = nn.Linear(2, 2)
+    kept = model.second.weight.clone()
+    materialize(model)
+    assert torch.equal(model.second.weight, kept)
+    assert materialize(on_meta(Pair)).second.weight.tolist() == [[2, 2], [2, 2]]
 
 
 def _half(model: nn.Module) -> None:

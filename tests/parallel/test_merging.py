@@ -104,6 +104,10 @@ def test_merged_units_gather_once_and_train_as_one_process():
     def job(rank: int) -> tuple[float, list[str]]:
         model = gpt(depth=16, frozen=("embed", "blocks.0", "blocks.1"))
         truth = trained_alone(model)
+        rows = describe(model).units
+        assert [row.name for row in rows if row.regathers] == [
+            f"blocks.{n}+blocks.{n + 1}" for n in range(2, 16, 2)
+        ]
         ok.shard(model)
         train(model, half(rank))
         error = max(worst_error(model, truth))

@@ -276,6 +276,7 @@ BAD = [
     ("full", {"blocks": [nn.Linear(1, 1)]}, ValueError, "no part Linear"),
     ("full", {"blocks": ["blocks"]}, ValueError, "'blocks' has no forward of its own"),
     ("full", {"blocks": [3]}, ValueError, "no part 3"),
+    ("full", {"blocks": []}, ValueError, r"blocks=\[\] names none, so recompute='full' would do nothing"),
 ]
 
 

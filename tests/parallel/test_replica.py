@@ -167,6 +167,7 @@ def test_a_mesh_of_some_ranks():
         truth = trained_alone(model)
         model = ok.replicate(model, mesh["copy"])
         train(model, half(rank % 2))
+        assert {span.group for span in model.timings()} == {mesh["copy"].get_group().group_name, ""}
         return max(worst_error(model, truth))
 
     assert max(run_ranks(4, job)) < 2e-6

@@ -18,6 +18,7 @@ BAD_OPTIONS = [
     ({"backward_prefetch": 1.5}, ValueError, "backward_prefetch=1.5"),
     ({"reshard": "yes"}, ValueError, "reshard='yes'"),
     ({"reshard": None}, ValueError, "reshard=None"),
+    ({"reshard": (True, False)}, ValueError, r"reshard=\(True, False\): give 'auto'"),
     ({"mp_policy": "fp8"}, ValueError, "mp_policy='fp8'"),
     ({"mp_policy": torch.bfloat16}, ValueError, "mp_policy=torch.bfloat16"),
     ({"units": "blocks"}, ValueError, "units='blocks'"),

@@ -151,6 +151,17 @@ CASES = {
     "head first": (HeadFirst(), None, ("blocks.0", "blocks.1"), ()),
     "words after a head first": (WordsFirst(), "embed", ("blocks.0", "blocks.1"), ("head",)),
     "depth 1": (Gpt(1), "embed", ("blocks.0",), ("norm", "head")),
+    "one of several heads after blocks": (
+        nn.ModuleDict(
+            {
+                "blocks": nn.ModuleList([Block(), Block()]),
+                "heads": nn.ModuleDict({"words": nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 11))}),
+            }
+        ),
+        None,
+        ("blocks.0", "blocks.1"),
+        ("heads.words.0", "heads.words.1"),
+    ),
     "an odd one between blocks": (
         nn.ModuleDict({"layers": nn.ModuleList([Block(), Residual(), Block()])}),
         None,

@@ -86,6 +86,15 @@ def test_prefetch_order_by_hand():
     assert prefetch_order(units, 0, 0) == [([], [])] * 6
 
 
+def test_backward_prefetches_no_frozen_units_that_it_does_not_reach():
+    for tied, expected in ((False, [[], [], [], [2], [3], [3]]), (True, [[], [0], [1], [2]])):
+        model = Gpt(3, tied)  # tied: the table in the root is trained, and forward begins with it
+        for part in (model.blocks[0], *([] if tied else [model.embed])):
+            part.requires_grad_(False)
+        units = resolve_units(model, "auto", "auto", set())
+        assert [behind for _, behind in prefetch_order(units, 1, 1)] == expected
+
+
 BAD_UNITS = [
     ("blocks", ValueError, "'auto'"),
     (3, TypeError, "units=3"),

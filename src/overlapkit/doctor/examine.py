@@ -78,19 +78,13 @@ def examine(
     _check_numbers(workers=workers, ranks=ranks, seconds=seconds, timeout=timeout)
     tools = instruments or Instruments()
     subject = tools.subject()
-    place = subject.place
     folders = storage.Folders(*(None if one is None else Path(one) for one in (checkpoints, data)))
-    if place.world == 1:  # in a job a rank whose mount is missing has to say so with the others
-        _check_folders(folders)
-    if ranks is not None and (not link or place.world > 1):
-        raise ValueError(
-            f"ranks={ranks}: it belongs to link=True outside of a job; torchrun sets the job's ranks"
-        )
+    _check_in_place(subject.place, folders, ranks, link)
     watch = Watch(subject.machine)
     figures: storage.Figures = {}
     checks = tools.checks(all_checks(folders, tools.trials, figures, watch, seconds, workers))
     lines = _own_lines(subject, checks, progress)
-    if place.world > 1:
+    if subject.place.world > 1:
         return _among_ranks(subject, lines, figures, link, timeout, tools, progress)
     found: dict[str, Any] = {"storage": figures}
     if link:
@@ -249,7 +243,14 @@ def _no_links(why: str) -> Line:
     )
 
 
-def _check_folders(folders: storage.Folders) -> None:
+def _check_in_place(place: Place, folders: storage.Folders, ranks: int | None, link: bool) -> None:
+    """What is wrong in one process, or in a job."""
+    if ranks is not None and (not link or place.world > 1):
+        raise ValueError(
+            f"ranks={ranks}: it belongs to link=True outside of a job; torchrun sets the job's ranks"
+        )
+    if place.world > 1:  # a rank whose mount is missing has to say so with the others
+        return
     for argument, folder in folders._asdict().items():
         with contextlib.suppress(Late):  # its own check will say so
             if folder is not None and not bounded(folder.is_dir, _FOLDER_S, argument):

@@ -74,7 +74,7 @@ class Layer:
 
 
 def merged(lines: Iterable[Line]) -> list[Line]:
-    """The lines of several ranks, by layer; ranks of one machine that saw the same share a line.
+    """The lines of several ranks, by layer and name; ranks of one machine that saw the same share a line.
 
     Readings that differ a little (free space, a rate) are the same where the state is: the lowest rank's
     stands for all. What is weak is never merged with another text.
@@ -88,7 +88,8 @@ def merged(lines: Iterable[Line]) -> list[Line]:
             found[key] = line
         else:
             found[key] = replace(first, ranks=tuple(sorted({*first.ranks, *line.ranks})))
-    return sorted(found.values(), key=lambda line: LAYERS.index(line.layer))
+    names = list(dict.fromkeys(line.name for line in found.values()))
+    return sorted(found.values(), key=lambda line: (LAYERS.index(line.layer), names.index(line.name)))
 
 
 def joined(names: Iterable[object], limit: int = 6) -> str:

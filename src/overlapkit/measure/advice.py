@@ -65,11 +65,11 @@ def find(
     """
     detail = detail or StepDetail()
     found = _late(window)
-    late = bool(found)
+    left = _transfer_ms(window)  # no bucket or prefetch mends what was waited for a late rank
     for lane, fix in _FIXES.items():
         cost = _cost_ms(lane, window, detail)
-        if lane == "communication" and late:  # a late rank was named: what would be left without it
-            cost = max(0.0, cost - _waiting_ms(window))
+        if lane == "communication" and left is not None:
+            cost = min(cost, left)
         share = cost / window.period_ms if window.period_ms else 0.0
         if share >= _NOTABLE[lane]:
             found.append(Finding(lane, cost, share, *fix(window, detail), cost))
@@ -110,13 +110,12 @@ def _late(window: Window) -> list[Finding]:
     ranks = window.ranks
     if isinstance(ranks, str) or not ranks.late or not is_late(ranks):
         return []
-    cost = ranks.late_ms
+    cost = ranks.explained_ms
     return [Finding("communication", cost, cost / ranks.period_ms, *remedy(ranks), cost)]
 
 
-def _waiting_ms(window: Window) -> float:
-    ranks = window.ranks
-    return 0.0 if isinstance(ranks, str) or ranks.waiting_ms is None else ranks.waiting_ms
+def _transfer_ms(window: Window) -> float | None:
+    return None if isinstance(window.ranks, str) else window.ranks.transfer_ms
 
 
 def is_notable(lane: str, share: float) -> bool:

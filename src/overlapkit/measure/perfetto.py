@@ -5,15 +5,17 @@ it did things at the same time); what the step stood still for is on a track of 
 """
 
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from overlapkit.measure.draw import LANES
-from overlapkit.measure.intervals import Interval, subtract, union
+from overlapkit.measure.intervals import subtract, union
 from overlapkit.measure.ledger import Trace
 from overlapkit.measure.record import StepRecord
+from overlapkit.measure.summary import PARTS
 from overlapkit.measure.written import replacing
 from overlapkit.span import Span
 
@@ -70,15 +72,9 @@ def _events(one: Rank, zero: int) -> Iterator[Event]:
         return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
     def timed(event: Event, tid: int) -> Event:
-        micros = {key: event[key] / 1e3 for key in ("dur",) if key in event}
-        return {
-            **event,
-            "cat": "overlapkit",
-            "pid": pid,
-            "tid": tid,
-            "ts": (event["ts"] - zero) / 1e3,
-            **micros,
-        }
+        micros = {"dur": event["dur"] / 1e3} if "dur" in event else {}
+        micros["ts"] = (event["ts"] - zero) / 1e3
+        return {**event, **micros, "cat": "overlapkit", "pid": pid, "tid": tid}
 
     yield name("process_name", 0, name=one.name)
     yield name("process_sort_index", 0, sort_index=one.rank)
@@ -101,10 +97,9 @@ def _tracks(one: Rank) -> dict[int, tuple[str, list[Event]]]:
     named = {"steps": [_step(trace, records.get(trace.index)) for trace in one.traces]}
     for lane in _lanes(one, seen):
         mine = [span for span in seen if span.lane == lane]
-        waits = [part for trace in one.traces for part in trace.waits.get(lane, ())]
         named[lane] = [phase for trace in one.traces for phase in _phases(trace, lane)]
         named[lane] += [_work(span) for span in mine if not span.exposed]
-        named[f"{lane}: exposed"] = [_wait(part, mine) for part in waits]
+        named[f"{lane}: exposed"] = list(_waits(one, lane, mine))
     rows = [(name, row) for name, slices in named.items() for row in _rows(slices)]
     return dict(enumerate(rows, 1))
 
@@ -140,21 +135,8 @@ def _step(trace: Trace, record: StepRecord | None) -> list[Event]:
 
 
 def _numbers(record: StepRecord) -> dict[str, Any]:
-    parts = (
-        "period",
-        "forward",
-        "backward",
-        "optimizer",
-        "input",
-        "transfer",
-        "communication",
-        "checkpoint",
-        "garbage",
-        "other",
-    )
-    told: dict[str, Any] = {
-        f"{part}_ms": time / 1e6 for part in parts if (time := getattr(record, part)) is not None
-    }
+    times = {part: getattr(record, part) for part in ("period", *PARTS)}
+    told: dict[str, Any] = {f"{part}_ms": time / 1e6 for part, time in times.items() if time is not None}
     if record.tokens is not None:
         told["tokens"] = record.tokens
     return told
@@ -180,14 +162,17 @@ def _work(span: Span) -> list[Event]:
     return events
 
 
-def _wait(part: Interval, spans: Sequence[Span]) -> list[Event]:
-    """What the step stood still for, by the name of the wait that covers most of it."""
-    covers = [
-        (min(span.end, part[1]) - max(span.start, part[0]), span.name) for span in spans if span.exposed
-    ]
-    most, name = max(covers, default=(0, ""))
-    events = _slice(name if most > 0 else "exposed", *part)
-    return [{**events[0], "cname": "terrible"}]  # red in chrome://tracing
+def _waits(one: Rank, lane: str, spans: Iterable[Span]) -> Iterator[list[Event]]:
+    """What the steps stood still for, by the names of the waits that cover most of each stretch."""
+    exposed = deque(sorted((span for span in spans if span.exposed), key=lambda span: span.start))
+    near: list[Span] = []  # the stretches come in order, and so do the spans around them
+    for start, end in sorted(part for trace in one.traces for part in trace.waits.get(lane, ())):
+        while exposed and exposed[0].start < end:
+            near.append(exposed.popleft())
+        near = [span for span in near if span.end > start]
+        covers = [(min(span.end, end) - max(span.start, start), span.name) for span in near]
+        (event,) = _slice(max(covers, default=(0, "exposed"))[1], start, end)
+        yield [{**event, "cname": "terrible"}]  # red in chrome://tracing
 
 
 def _slice(name: str, start: int, end: int, told: dict[str, Any] | None = None) -> list[Event]:

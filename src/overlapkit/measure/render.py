@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from overlapkit.measure.across.table import ranks_table
 from overlapkit.measure.render_detail import detail_table
 from overlapkit.measure.traces.tables import lanes_table
 
@@ -52,6 +53,8 @@ def render(report: "StepReport") -> str:
     if report.period_ms is not None:
         console.print(_heading(report), highlight=False, markup=False)
         console.print(_parts(report))
+    if report.ranks is not None and report.ranks.parts:
+        console.print(ranks_table(report.ranks))
     if report.trace is not None:
         console.print(lanes_table(report.trace))
     if report.detail is not None and report.period_ms is not None:

@@ -92,7 +92,10 @@ class Coverage:
     def __init__(self, parts: dict[str, object | None], world: int) -> None:
         self.device = torch.device("cpu")
         self.world = world
-        self.names = {part: value and type(value).__qualname__ for part, value in parts.items()}
+        # `value and ...` would ask a loader for its length, which it may not have.
+        self.names = {
+            part: None if value is None else type(value).__qualname__ for part, value in parts.items()
+        }
         self.ours = {part for part, value in parts.items() if _is_ours(value)}
         self.taps = {
             part: Tap(value, part) for part, value in parts.items() if value is not None and publishes(value)

@@ -61,6 +61,7 @@ def accumulate(
         ValueError: `defer` is not allowed, there are no microbatches, or not as many on every rank; raised
             on every rank, at the latest before the second microbatch. (Where a rank has none at all, FSDP2's
             forward fails on the others, as it does when a rank is gone.)
+        RuntimeError: The last microbatch had no backward, so that gradients were not synchronised.
         CollectiveFailed: A rank did not take part within the process group's timeout.
     """
     if not isinstance(model, nn.Module):
@@ -78,22 +79,23 @@ def _each(
     parts: Synchronizers, microbatches: Iterable[T], tokens: Callable[[T], Any] | None, defer: str
 ) -> Iterator[tuple[T, Scale]]:
     held, weights = _weighed(parts, microbatches, tokens)
-    done = 0
+    place, whole = 0, False
     try:
-        for done, microbatch in enumerate(held):
-            parts.set(first=done == 0, last=done == len(held) - 1, defer=defer)
-            yield microbatch, Scale(weights, done)
+        for place, microbatch in enumerate(held):
+            parts.set(first=place == 0, last=place == len(held) - 1, defer=defer)
+            yield microbatch, Scale(weights, place)
             weights.check()
-        done = len(held)
+        whole = True
+        parts.finish()
     finally:
         parts.restore()
-        if done < len(held):
-            last = done == len(held) - 1
+        if not whole:
+            last = place == len(held) - 1
             parts.drop(synchronised=last)
             if not last:
                 warn(
-                    f"accumulate was left at microbatch {done + 1} of {len(held)}: nothing was synchronised, "
-                    "and the model's gradients are set to None"
+                    f"accumulate was left at microbatch {place + 1} of {len(held)}: nothing was "
+                    "synchronised, and the model's gradients are set to None"
                 )
 
 

@@ -43,4 +43,6 @@ def find_blocks(model: nn.Module, blocks: str | Sequence[Any], option: str) -> d
                 f"blocks: {names[module]!r} has no forward of its own; list its children instead"
             )
         listed[names[module]] = module
+    if not listed:
+        raise ValueError(f"blocks={blocks!r} names none, so {option} would do nothing: leave it out")
     return listed

@@ -228,7 +228,7 @@ class ReduceScatter(_Collective):
                 self._mesh.ndim == 1
                 and isinstance(parameter, DTensor)
                 and _spans(parameter.device_mesh, self._mesh)  # the sharded one, not a tensor-parallel whole
-                and (parameter.dtype == dtype or not parameter.requires_grad)
+                and (not parameter.requires_grad or parameter.dtype == dtype == _gradient_dtype(parameter))
                 and parameter.grad is None
                 and not parameter._post_accumulate_grad_hooks  # FSDP2 calls them itself
             ):
@@ -252,3 +252,9 @@ def _spans(whole: Any, mesh: Any) -> bool:
     """Whether a parameter's mesh is, or has a dimension that is, the mesh of the shards."""
     names = mesh.mesh_dim_names
     return bool(whole == mesh or (names and set(names) <= set(whole.mesh_dim_names or ())))
+
+
+def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
+    """Newer torch converts a gradient to the dtype that the user asked for."""
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)
+    return dtype

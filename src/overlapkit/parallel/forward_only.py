@@ -31,4 +31,4 @@ def prefetch_in_forward(model: nn.Module, order: Sequence[tuple["FSDPModule", li
 
     # No graph can hold them; FSDP2 imports the compiler for the same purpose in the first forward.
     model.register_forward_pre_hook(torch.compiler.disable(turn_on), prepend=True)
-    model.register_forward_hook(torch.compiler.disable(turn_off), always_call=True)
+    model.register_forward_hook(torch.compiler.disable(turn_off))

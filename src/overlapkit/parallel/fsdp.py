@@ -12,7 +12,7 @@ from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
 from overlapkit.parallel.merging import MIN_UNIT_MB
 from overlapkit.parallel.meshes import must_agree
-from overlapkit.parallel.offload import resolve_offload
+from overlapkit.parallel.offload import offloaded, resolve_offload
 from overlapkit.parallel.preconditions import check_holders
 from overlapkit.parallel.schedule import Schedule, first
 from overlapkit.parallel.shard_plan import ShardPlan, fill
@@ -161,6 +161,8 @@ def shard(
     if sharding.mesh is None:
         return model
     _apply(sharding, schedule, offload_policy)
+    if offload_policy is not None:
+        offloaded.add(model)
     if sharding.freed_after_inference:
         _free_after_inference(model, sharding.freed_after_inference)
     _done[model] = description

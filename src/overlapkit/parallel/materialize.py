@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from overlapkit.meta_device import materialise, on_meta
 from overlapkit.parallel.meshes import from_all, must_agree
+from overlapkit.parallel.offload import offloaded
 from overlapkit.parallel.tensor_parallel import is_split, local_part
 
 M = TypeVar("M", bound=nn.Module)
@@ -46,6 +47,7 @@ def materialize(
             buffers, must get a value here, and without `init` only modules that have such are reset. The rest
             stays NaN until then, and integers at their lowest.
         device: Where to; None is the device of the mesh, without one the current accelerator, else the CPU.
+            Shards that `shard(offload=)` keeps in host memory go there.
 
     Returns:
         The model.
@@ -65,7 +67,7 @@ def materialize(
     meshes = _meshes(model)
     _check_generators(meshes)
     owners = _owners(model)
-    materialise(model, device)
+    materialise(model, device, shards_on_host=model in offloaded)
     unset = [_Unset.of(name, tensor) for name, tensor in _tensors(model).items() if name in names]
     fresh = [each.tensor for each in unset]
     if not any(map(is_split, fresh)):

@@ -1,12 +1,19 @@
 """`shard(offload=...)`: parameters, gradients and optimizer state kept in host memory between their uses."""
 
+import weakref
 from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
 
 from overlapkit.warn import warn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import OffloadPolicy
+
+
+offloaded: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""The models whose shards `shard` keeps in host memory."""
 
 
 def resolve_offload(offload: Any, mesh: "DeviceMesh | None") -> "OffloadPolicy | None":

@@ -95,7 +95,7 @@ class Sharding:
         policy = _policy(mp_policy)
         mesh = resolve_mesh(model, mesh, left_alone) if ranks is None else None
         copies, shards = count_ranks(ranks, mesh)
-        _check_reshard_kind(chosen["reshard"])
+        _check_reshard_kind(reshard)
         check_names(plan, model)
         resolved = resolve_units(
             model,
@@ -147,7 +147,7 @@ def _policy(mp_policy: Any) -> "MixedPrecisionPolicy | None":
 
 
 def _check_reshard_kind(reshard: Any) -> None:
-    if reshard != "auto" and not isinstance(reshard, (int, tuple)):
+    if reshard != "auto" and not isinstance(reshard, int):
         raise ValueError(f"reshard={reshard!r}: give 'auto', True, False, or a number of ranks")
 
 

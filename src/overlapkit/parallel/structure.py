@@ -34,7 +34,7 @@ def find_structure(model: nn.Module) -> Structure:
 
     Without blocks there is nothing that communication could hide behind: then nothing is found.
     """
-    blocks = tuple(_blocks(model, ""))
+    blocks = tuple(_blocks(model, "") or _blocks(model, "", alone=True))
     if not blocks:
         return Structure(None, (), ())
     names = [name for name, _ in model.named_modules()]
@@ -60,14 +60,14 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _blocks(module: nn.Module, prefix: str) -> list[str]:
+def _blocks(module: nn.Module, prefix: str, alone: bool = False) -> list[str]:
     """Names of the outermost repeated blocks below `module`.
 
     Children of one list that share a class are blocks, whatever they hold: a mixture-of-experts block
     must not be taken apart, because an expert may stay idle on one rank. Stages, whose blocks run one after
-    another, are taken apart. In a ModuleList the odd ones between repeated blocks are blocks as well, and
-    so is an only child, which is what depth 1 looks like. Siblings outside of a list (an encoder and a
-    decoder), and lists in lists, are blocks only where nothing inside them repeats.
+    another, are taken apart. In a ModuleList the odd ones between repeated blocks are blocks as well; with
+    `alone` so is an only child, which is what depth 1 looks like. Siblings outside of a list (an encoder and
+    a decoder), and lists in lists, are blocks only where nothing inside them repeats.
     """
     in_list = isinstance(module, _LISTS)
     children = list(module.named_children())
@@ -79,12 +79,12 @@ def _blocks(module: nn.Module, prefix: str) -> list[str]:
     for name, child in children:
         repeats = name in fit and (
             type(child) in repeated
-            or (holder and _composite(child) and (bool(repeated) or len(module._modules) == 1))
+            or (holder and _composite(child) and (bool(repeated) or (alone and len(module._modules) == 1)))
         )
         if repeats and in_list and not isinstance(child, _LISTS) and not _is_stage(child, children):
             found.append(prefix + name)
             continue
-        inner = _blocks(child, f"{prefix}{name}.")
+        inner = _blocks(child, f"{prefix}{name}.", alone)
         found.extend(inner or ([prefix + name] if repeats else []))
     return found
 

@@ -77,6 +77,7 @@ class Synchronizers:
         self._sharded: list[Any] = list({id(module._get_fsdp_state()): module for module in sharded}.values())
         self._was = [Switches.of(module) for module in self._sharded]
         self._synced = [replica.require_backward_grad_sync for replica in self._replicas]
+        self._backwards = [_backwards(replica) for replica in self._replicas]
         self._hooks: list[Any] = []
         self.groups, self.divisor, self.device = self._averaging()
 
@@ -96,6 +97,35 @@ class Synchronizers:
                 free=was.free and (last or not _stays_gathered(module)),
                 finish=was.finish and last,  # a reduction may go on during the next forward
             ).set(module)
+
+    def finish(self) -> None:
+        """Refuse a step whose gradients were not averaged, because the last microbatch left them out.
+
+        Raises:
+            RuntimeError: It had no backward, or (DDP) not for all parameters.
+        """
+        try:
+            for replica in self._replicas:
+                replica._check_reducer_finalized()
+            if self._left_out():
+                raise RuntimeError(
+                    "accumulate: the last microbatch had no backward, which would have synchronised the "
+                    "gradients: run one for each microbatch, or leave the loop on every rank to drop the step"
+                )
+        except RuntimeError:
+            self.drop(synchronised=False)
+            raise
+
+    def _left_out(self) -> bool:
+        """Whether there are gradients that no synchronised backward followed."""
+        if any(_accumulated(module) for module in self._sharded):
+            return True
+        return any(
+            before is not None
+            and _backwards(replica) == before
+            and any(parameter.grad is not None for parameter in replica.parameters())
+            for replica, before in zip(self._replicas, self._backwards, strict=True)
+        )
 
     def restore(self) -> None:
         """Set every switch as it was found."""
@@ -164,6 +194,25 @@ def _averages(group: Any) -> _Averaging:
 def _stays_gathered(module: Any) -> bool:
     """Whether its parameters stay between forward and backward: then there is room for them always."""
     return all(group.post_forward_mesh_info is None for group in _groups(module))
+
+
+def _backwards(replica: Any) -> int | None:
+    """How many backwards were synchronised; torch's own wrapper does not know."""
+    return replica._times.backwards if hasattr(replica, "_times") else None
+
+
+def _accumulated(module: Any) -> bool:
+    """Whether it keeps whole gradients aside, or reductions that no end of a backward has waited for."""
+    context = module._get_fsdp_state()._comm_ctx
+    reducing = getattr(context, "reduce_scatter_states", None) or getattr(
+        context, "reduce_scatter_state", None
+    )
+    return bool(reducing) or any(
+        it.unsharded_accumulated_grad is not None
+        or (hasattr(it, "_unsharded_param") and it._unsharded_param.grad is not None)
+        for group in _groups(module)
+        for it in group.fsdp_params
+    )
 
 
 def _forget(group: Any) -> None:

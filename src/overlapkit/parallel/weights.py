@@ -96,7 +96,7 @@ class Weights:
         self._total.record_stream(beside)  # a loop that is left early lets go of it early
         with torch.cuda.stream(beside):
             self._reduce_all(self._reduce(0))
-            self._said = torch.empty(self._total.shape[0] - 1, dtype=torch.int64, pin_memory=True)
+            self._said = _host(self._total.shape[0] - 1, self._parts.device)
             self._said.copy_(self._total[1:], non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(beside)
@@ -187,10 +187,15 @@ def _as_tensor(numbers: Sequence[int | Tensor], device: torch.device) -> Tensor:
     if there:
         zero = torch.zeros((), dtype=torch.int64, device=there[0].device)
         return torch.stack([zero + number for number in numbers]).to(device)
-    here = torch.empty(len(numbers), dtype=torch.int64, pin_memory=device.type == "cuda")
+    here = _host(len(numbers), device)
     for place, number in enumerate(numbers):
         here[place] = int(number)
     return here.to(device, non_blocking=True)
+
+
+def _host(size: int, device: torch.device) -> Tensor:
+    """Host memory that can be copied to and from the device without waiting; its allocator guards reuse."""
+    return torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 @functools.cache

@@ -70,7 +70,7 @@ class _Whole:
         if fresh:
             local = local_part(split)
             self.tensor = local.new_empty(split.shape)
-            if local.is_floating_point():
+            if local.is_floating_point() or local.is_complex():
                 self.tensor.fill_(float("nan"))
         else:
             self.tensor = split.full_tensor().clone()

@@ -12,8 +12,12 @@ from overlapkit.measure.across.words import is_late, remedy, tail_split, togethe
 from tests.measure.across.steps import record, trace
 
 
-def window(ranks, steps, late, *, spans=None, **parts):
-    """Each rank's window, as it arrives: `late(step)` gives {rank: (phase, microseconds)}."""
+def window(ranks, steps, late, *, spans=None, stood=(600, 650), **parts):
+    """Each rank's window, as it arrives: `late(step)` gives {rank: (phase, microseconds)}.
+
+    A step stands still from `stood[0]`, later by what the rank itself is late, to `stood[1]`, later by what
+    the latest is.
+    """
     handed = {}
     for rank in range(ranks):
         mine = []
@@ -26,9 +30,8 @@ def window(ranks, steps, late, *, spans=None, **parts):
             times = {"forward": 100, "backward": 800, "communication": last - own + 50, **parts}
             if phase is not None:
                 times[phase] = (times.get(phase) or 0) + own
-            mine.append(
-                (record(step, **times), trace(step, seen, zero=zero, waits=[(600 + own, 650 + last)]))
-            )
+            waits = [(stood[0] + own, stood[1] + last)]
+            mine.append((record(step, **times), trace(step, seen, zero=zero, waits=waits)))
         handed[rank] = decode(hand_in(mine).encode())
     return handed
 
@@ -113,9 +116,23 @@ def test_collectives_that_queue_behind_a_late_one_do_not_count_its_delay_again()
     def queued(rank, own, last):
         return [(f"all_reduce {at}", 200 + at + own, 250 + 10 * at + last) for at in range(20)]
 
-    ranks = compared(window(3, range(1, 5), lambda step: {0: ("forward", 500)}, spans=queued))
+    late = {0: ("forward", 500)}
+    ranks = compared(window(3, range(1, 5), lambda step: late, spans=queued, stood=(200, 440)))
     assert ranks.late[0].late_ms == pytest.approx(0.5, rel=0.02)
     assert ranks.waited_ms == pytest.approx(0.5 * 2 / 3, rel=0.02)
+
+
+def test_what_buckets_wait_beside_backward_is_not_lateness():
+    """Backward fills eight buckets, 20 apart; all of a late rank's are 150 later, and so is the end."""
+
+    def buckets(rank, own, last):
+        return [(f"all_reduce {at}", 200 + 20 * at + own, 205 + 20 * at + last) for at in range(8)]
+
+    ranks = compared(
+        window(2, range(1, 5), lambda step: {1: ("forward", 150)}, spans=buckets, stood=(340, 345))
+    )
+    assert ranks.late[0].late_ms == pytest.approx(0.15, rel=0.02)
+    assert ranks.waiting_ms == pytest.approx(0.15 / 2, rel=0.02)
 
 
 def test_groups_are_compared_each_on_its_own():
@@ -158,6 +175,10 @@ def test_lateness_that_local_times_do_not_explain_is_the_transports():
     ranks = compared(window(3, range(1, 6), lambda step: {2: ("communication", 200)}))
     assert [late.rank for late in ranks.late] == [2]
     assert not is_late(ranks)
+    value, verdict, evidence = together(ranks)
+    assert value == pytest.approx(0.2, rel=0.05)
+    assert verdict.startswith("no, 0.2")
+    assert "nothing that these ranks do explains it" in evidence
 
 
 def test_ranks_that_handed_in_nothing_are_named_and_the_others_compared():
@@ -206,7 +227,7 @@ def test_a_thousand_ranks_hand_in_little_and_one_of_them_is_found():
         seen = zip(names, range(0, 2000, 10), after, strict=True)
         return [(name, at + mine, at + 9 + all_) for name, at, (mine, all_) in seen]
 
-    mine = window(2, steps, lambda step: {1: ("backward", 300)}, spans=layers)
+    mine = window(2, steps, lambda step: {1: ("backward", 300)}, spans=layers, stood=(1000, 2000))
     assert len(mine[0].details) == 5  # of 200 collectives each
     handed = {rank: mine[1] if rank == 777 else mine[0] for rank in range(world)}
     assert max(len(mine[rank].encode()) for rank in mine) < LIMIT_BYTES

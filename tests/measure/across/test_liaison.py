@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch.distributed as dist
 
+from overlapkit.measure.across import at_exit
 from overlapkit.measure.across import liaison as module
 from overlapkit.measure.across.handed import LIMIT_BYTES
 from overlapkit.measure.across.liaison import WINDOW, Liaison, window_end
@@ -196,6 +197,14 @@ def test_a_forgotten_liaison_ends_its_thread(store):
     assert alive() is None
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_meter_that_nobody_closed_ends_its_thread_at_the_interpreters_exit(store):
+    one = Rank(0, 2, store)
+    one.train(3)
+    at_exit.end_all()
+    assert not one.liaison._thread.is_alive()
+    assert not one.quorum.left
 
 
 def test_windows_end_where_every_rank_thinks_they_do():

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from overlapkit.measure.across import at_exit
 from overlapkit.measure.across import watch as module
 from overlapkit.measure.across.hang import HANG_EXIT_CODE
 from overlapkit.measure.across.watch import HangWatch
@@ -274,6 +275,28 @@ def test_one_process_is_watched_too():
         job.wait()
     assert "cannot be told: all ranks are at the same place (step 7, backward)" in str(job.told[0][0])
     assert "(trains)" in job.told[0][0].stacks[0]
+
+
+def test_only_one_thread_talks_to_the_store():
+    callers, inner = set(), dist.HashStore()
+
+    class Store:
+        def __getattr__(self, name):
+            callers.add(threading.current_thread().name)
+            return getattr(inner, name)
+
+    with Job(2, store=Store()).start() as job:
+        job.stop()
+        job.wait()
+    assert callers == {"overlapkit-beat"}
+
+
+def test_a_meter_that_nobody_closed_ends_its_threads_at_the_interpreters_exit():
+    with Job(2).start() as job:
+        at_exit.end_all()
+        assert not any(thread.is_alive() for one in job.watches for thread in one._threads)
+        said = job.watches[0]._post._listen()[0]
+        assert [where.left for where in said.values()] == [True, True]
 
 
 def test_a_forgotten_watch_ends_its_threads():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from overlapkit.doctor import pci
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.layers import ports
+from overlapkit.doctor.layers.nearest import in_use, located, nearest
 from overlapkit.doctor.line import Layer, Line, joined
 from overlapkit.doctor.machine import Unreadable
 from overlapkit.doctor.subject import Subject
@@ -18,37 +19,57 @@ _REPLACE = "reseat or replace the cable or transceiver; look at the same port of
 
 
 def rdma(subject: Subject) -> Iterator[Line]:
-    """Ports that are down, or slower than the others."""
-    found = [(nic, port) for nic in ports.adapters(subject.machine) for port in nic.ports]
-    if not found:
+    """Ports that are down, or slower than the others, of adapters that GPUs need."""
+    nics = ports.adapters(subject.machine)
+    if not nics:
         yield FABRIC.absent("ports", "no RDMA adapter (InfiniBand, RoCE, EFA)")
         return
-    best = max((port.gbits or 0.0 for _, port in found if port.active), default=0.0)
-    down = [nic.name for nic, port in found if not port.active and not port.disabled]
-    slow = [(nic, port) for nic, port in found if port.active and port.gbits and port.gbits < best]
-    if down:
-        state = next(port.state for nic, port in found if nic.name == down[0] and not port.active)
+    needed = in_use(subject, nics)
+    best = max((port.gbits or 0.0 for nic in needed for port in nic.ports if port.active), default=0.0)
+    down, slow = _down(subject, needed), [(nic, _rate(nic)) for nic in needed if 0 < _rate(nic) < best]
+    for nic in down:
         yield FABRIC.weak(
             "ports",
-            f"{joined(down)}: {state}, not active",
+            f"{nic.name}: {joined(port.state for port in nic.ports)}, not active",
             "NCCL leaves it out: its GPUs share the other adapters, or TCP is left",
-            f"{_REPLACE}; InfiniBand needs a subnet manager; a port that is to rest: disable it",
+            f"{_REPLACE}; InfiniBand needs a subnet manager",
         )
-    for nic, port in slow:
+    for nic, rate in slow:
         yield FABRIC.weak(
             "ports",
-            f"{nic.name}: {port.gbits:g} Gb/s, the fastest here has {best:g}",
+            f"{nic.name}: {rate:g} Gb/s, the fastest here has {best:g}",
             "NCCL's rings and trees run at the slowest adapter's rate",
             f"{_REPLACE}; or leave it out: NCCL_IB_HCA=^{nic.name}",
         )
     if not down and not slow:
-        kinds = sorted({f"{port.kind} {port.gbits or 0:g} Gb/s" for _, port in found if port.active})
-        yield FABRIC.ok("ports", f"{sum(port.active for _, port in found)} active: {joined(kinds)}")
+        active = [port for nic in nics for port in nic.ports if port.active]
+        kinds = joined(sorted({f"{port.kind} {port.gbits or 0:g} Gb/s" for port in active}))
+        rest = [nic.name for nic in nics if not _rate(nic)]
+        saw = f"{len(active)} active: {kinds}" if active else "none is active"
+        yield FABRIC.ok("ports", f"{saw}{f'; down, and no GPU needs it: {joined(rest)}' if rest else ''}")
+
+
+def _rate(nic: ports.Adapter) -> float:
+    """Gb/s of the adapter's best port; 0 where none is active."""
+    return max((port.gbits or 1.0 for port in nic.ports if port.active), default=0.0)
+
+
+def _down(subject: Subject, needed: list[ports.Adapter]) -> list[ports.Adapter]:
+    """Adapters without an active port: a GPU has no other that is as near, or there are too few."""
+    down = [nic for nic in needed if not _rate(nic) and not all(port.disabled for port in nic.ports)]
+    up, gpus = len(needed) - len(down), located(subject)
+    if not gpus:
+        return down if up == 0 else []
+    if up < len(gpus) <= len(needed):
+        return down
+    own = [nearest(subject.machine, gpu, needed).adapters for gpu in gpus]
+    alone = {nic.name for near in own if not any(map(_rate, near)) for nic in near}
+    return [nic for nic in down if nic.name in alone]
 
 
 def links(subject: Subject) -> Iterator[Line]:
     """The PCIe link of each adapter, and the MTU of those on Ethernet."""
-    nics, bad = ports.adapters(subject.machine), False
+    nics, bad = in_use(subject, ports.adapters(subject.machine)), False
     for nic in nics:
         try:
             link = pci.link(subject.machine, nic.address) if nic.address else None

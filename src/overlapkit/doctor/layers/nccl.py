@@ -1,7 +1,7 @@
 """NCCL: its version, the transport that it will choose, and the variables that change what it does."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from overlapkit.doctor.check import Check
@@ -126,21 +126,7 @@ def transport(subject: Subject) -> Iterator[Line]:
         return
     nics = [nic for nic in ports.adapters(subject.machine) if any(port.active for port in nic.ports)]
     plugin = _plugin(subject)
-    efa = [nic.name for nic in nics if nic.driver == "efa"]
-    why = (
-        "NCCL_IB_DISABLE is set"
-        if _on(env.get("NCCL_IB_DISABLE", ""))
-        else "NCCL_NET=Socket is set"
-        if env.get("NCCL_NET", "").lower() == "socket"
-        else "no RDMA adapter is up"
-        if not nics
-        else f"{joined(efa)} needs the plugin aws-ofi-nccl, which is not there"
-        if efa and not plugin
-        else "/dev/infiniband is not there: the container does not see the adapters"
-        if not efa and not plugin and not subject.machine.has("/dev/infiniband")
-        else ""
-    )
-    if why:
+    if why := _why_tcp(subject, env, nics, plugin):
         yield NCCL.weak(
             "transport",
             f"on this machine {inside}; between machines TCP sockets: {why}",
@@ -151,6 +137,23 @@ def transport(subject: Subject) -> Iterator[Line]:
         kinds = sorted({port.kind for nic in nics for port in nic.ports if port.active})
         how = f"plugin {plugin}" if plugin else f"RDMA over {' and '.join(kinds)}"
         yield NCCL.ok("transport", f"on this machine {inside}; between machines {how} ({len(nics)} adapters)")
+
+
+def _why_tcp(subject: Subject, env: Mapping[str, str], nics: Sequence[ports.Adapter], plugin: str) -> str:
+    """Why NCCL falls back on sockets; empty where it does not."""
+    if _on(env.get("NCCL_IB_DISABLE", "")):
+        return "NCCL_IB_DISABLE is set"
+    if env.get("NCCL_NET", "").lower() == "socket":
+        return "NCCL_NET=Socket is set"
+    if not nics:
+        return "no RDMA adapter is up"
+    if plugin:
+        return ""
+    if efa := [nic.name for nic in nics if nic.driver == "efa"]:
+        return f"{joined(efa)} needs the plugin aws-ofi-nccl, which is not there"
+    if not subject.machine.has("/dev/infiniband"):
+        return "/dev/infiniband is not there: the container does not see the adapters"
+    return ""
 
 
 def variables(subject: Subject) -> Iterator[Line]:

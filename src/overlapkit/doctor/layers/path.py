@@ -6,23 +6,15 @@ from collections.abc import Callable, Iterator
 from overlapkit.doctor import pci
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.copying import host_to_device
-from overlapkit.doctor.gpus import Gpu
 from overlapkit.doctor.layers import ports
 from overlapkit.doctor.layers.gpu import known
+from overlapkit.doctor.layers.nearest import located, nearest
 from overlapkit.doctor.line import Layer, Line, joined, spans
 from overlapkit.doctor.machine import Unreadable
 from overlapkit.doctor.subject import Subject
 
 PATH = Layer("path")
 _GOOD = 0.5  # of what a link carries: pinned copies reach 0.8 and more of it
-
-
-def located(subject: Subject) -> list[Gpu]:
-    """The GPUs by PCI address, also without the driver's help."""
-    try:
-        return list(known(subject))
-    except Unreadable:
-        return [Gpu(address, "GPU") for address in pci.gpus(subject.machine)]
 
 
 def pcie(subject: Subject) -> Iterator[Line]:
@@ -164,36 +156,29 @@ def peers(subject: Subject) -> Iterator[Line]:
 
 def nics(subject: Subject) -> Iterator[Line]:
     """The nearest NIC of each GPU."""
-    gpus, nics = located(subject), ports.adapters(subject.machine)
-    if not gpus:
-        return
-    up = {nic.name: nic.address for nic in nics if nic.address and any(port.active for port in nic.ports)}
+    up = [nic for nic in ports.adapters(subject.machine) if any(port.active for port in nic.ports)]
     if not up:
         yield PATH.absent("nics", "no RDMA NIC that is up: nothing to be near to")
         return
-    far, unsaid = defaultdict(list), []
-    nearest: dict[int, tuple[str, str]] = {}
-    for at, gpu in enumerate(gpus):
-        ways = [(pci.distance(subject.machine, gpu.address, where), name) for name, where in up.items()]
-        said = sorted((pci.DISTANCES.index(way), name) for way, name in ways if way)
-        if not said:
-            unsaid.append(at)
-            continue
-        nearest[at] = pci.DISTANCES[said[0][0]], said[0][1]
-        if nearest[at][0] == "SYS":
-            far[pci.numa_node(subject.machine, gpu.address)].append(at)
+    gpus = located(subject)
+    found = [nearest(subject.machine, gpu, up) for gpu in gpus]
+    far: dict[int | None, list[int]] = defaultdict(list)
+    for at, near in enumerate(found):
+        if near.distance == "SYS":
+            far[pci.numa_node(subject.machine, gpus[at].address)].append(at)
     for node, bad in far.items():
         yield PATH.weak(
             "nics",
-            f"GPU {spans(bad)} on NUMA node {node}: the nearest NIC that is up, {nearest[bad[0]][1]}, is "
-            "on another socket (SYS)",
+            f"GPU {spans(bad)} on NUMA node {node}: the nearest NIC that is up, "
+            f"{found[bad[0]].adapters[0].name}, is on another socket (SYS)",
             "what these GPUs send to other machines crosses the sockets, and NCCL leaves out GPUDirect",
             f"a NIC in a slot of socket {node}, or bring up the one that is there; else use the GPUs near it",
         )
-    if unsaid:
+    if unsaid := [at for at, near in enumerate(found) if near.distance is None]:
         yield PATH.unknown("nics", f"GPU {spans(unsaid)}: the firmware does not say on which node they are")
-    if nearest and not far:
-        way = max((way for way, _ in nearest.values()), key=pci.DISTANCES.index)
+    said = [near.distance for near in found if near.distance]
+    if said and not far:
+        way = max(said, key=pci.DISTANCES.index)
         yield PATH.ok("nics", f"each GPU's nearest NIC is {way} or nearer: {pci.FAR[way]}")
 
 

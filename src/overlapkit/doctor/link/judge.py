@@ -76,18 +76,21 @@ def _read(step: str, layers: Mapping[str, set[str] | None], lines: Sequence[Line
 def _topology(figures: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Line]:
     """Ranks all of whose pairs are slow, then the pairs that are slow without such a rank."""
     pairs = {(int(a), int(b)): took for key, took in figures["pairs"].items() for a, b in [key.split("-")]}
-    part = (
-        ""
-        if figures["rounds"] == figures["all_rounds"]
-        else (f" ({figures['rounds']} of {figures['all_rounds']} rounds: there was no time for more)")
-    )
+    measured, rounds = figures["rounds"], figures["all_rounds"]
+    part = "" if measured == rounds else f" ({measured} of {rounds} rounds: there was no time for more)"
+    usual = figures["pair_bytes"] / median_low(sorted(pairs.values())) / 1e9
     if len(pairs) < 2:
-        rate = f"{figures['pair_bytes'] / min(pairs.values()) / 1e9:.3g} GB/s" if pairs else "none"
-        yield JOB.ok("topology", f"one pair ({rate} each way): nothing to compare it with")
+        yield JOB.ok("topology", f"one pair ({usual:.3g} GB/s each way): nothing to compare it with")
         return
     slow = {pair: ratio for pair, ratio in _ratios(pairs, hosts).items() if ratio > _SLOW_PAIR}
+    if not slow:
+        saw = f"{len(pairs)} pairs, none slow; usually {usual:.3g} GB/s each way{part}"
+        yield JOB.ok("topology", saw)
+        return
     ranks = [rank for rank in range(figures["world"]) if _all_slow(rank, pairs, slow)]
-    for rank in ranks if len(ranks) < figures["world"] / 2 else ():
+    if len(ranks) >= figures["world"] / 2:  # then it is no matter of single ranks
+        ranks = []
+    for rank in ranks:
         worst = max(ratio for pair, ratio in slow.items() if rank in pair)
         yield JOB.weak(
             "topology",
@@ -95,7 +98,13 @@ def _topology(figures: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Line
             "rings and trees go through it: every collective has its rate",
             "look at this rank's own lines (path, fabric, loop); leave its machine out and measure again",
         )
-        slow = {pair: ratio for pair, ratio in slow.items() if rank not in pair}
+    yield from _slow_pairs(
+        {pair: ratio for pair, ratio in slow.items() if not {*pair} & {*ranks}}, hosts, part
+    )
+
+
+def _slow_pairs(slow: Mapping[tuple[int, int], float], hosts: Sequence[str], part: str) -> Iterator[Line]:
+    """The worst of them by name."""
     worst_first = sorted(slow.items(), key=lambda one: -one[1])
     for (a, b), ratio in worst_first[:_NAMED]:
         where = hosts[a] if hosts[a] == hosts[b] else f"{hosts[a]} and {hosts[b]}"
@@ -113,9 +122,6 @@ def _topology(figures: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Line
             "where slow pairs are many, the network between two groups of ranks is",
             "see which machines the pairs above have in common (--json has all pairs)",
         )
-    if not slow and not ranks:
-        usual = figures["pair_bytes"] / median_low(sorted(pairs.values())) / 1e9
-        yield JOB.ok("topology", f"{len(pairs)} pairs, none slow; usually {usual:.3g} GB/s each way{part}")
 
 
 def _ratios(pairs: Mapping[tuple[int, int], float], hosts: Sequence[str]) -> dict[tuple[int, int], float]:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from overlapkit.measure.across.at_exit import end_at_exit
 from overlapkit.measure.across.handed import Handed, decode, hand_in
 from overlapkit.measure.across.judge import LOCAL, JudgedWindow, judge, sum_up
 from overlapkit.measure.across.ranks import Ranks
@@ -69,8 +70,10 @@ class Liaison:
         if self._thread is None:
             self._thread = threading.Thread(target=self._desk.run, name="overlapkit-ranks", daemon=True)
             self._thread.start()
+            end_at_exit(self)
         measured = step // self._desk.every + 1
         if measured % WINDOW == 0 or measured in (5, 10):
+            self._desk.due = measured
             self._desk.wake.set()
 
     def latest(self, patience: float = 0.0) -> Ranks | str:
@@ -81,6 +84,7 @@ class Liaison:
         """
         desk = self._desk
         if self._thread is not None and patience > 0:
+            desk.wake.set()
             with desk.news:
                 desk.news.wait_for(lambda: desk.known >= desk.complete() or desk.over, patience)
         return desk.verdict if desk.verdict is not None else desk.why_none()
@@ -91,6 +95,12 @@ class Liaison:
         self._desk.wake.set()
         if self._thread is not None:
             self._thread.join(2 * _CLOSE_S + 1.0)
+
+    def end(self, timeout: float) -> None:
+        """End the thread without another word to the others, within `timeout` seconds."""
+        self._desk.forget()
+        if self._thread is not None:
+            self._thread.join(timeout)
 
 
 class _Desk:
@@ -104,6 +114,7 @@ class _Desk:
         self.news = threading.Condition()
         self.closing = False
         self.over = False
+        self.due = 0  # measured steps that ended, as of the last end of a window
         self.known = -1  # the latest window whose verdict is here
         self.verdict: Ranks | None = None
         self.handed_bytes: list[int] = []
@@ -178,7 +189,7 @@ class _Desk:
     def _tick(self) -> float:
         if self._quorum.rank == 0 and self._pending:
             return 0.05
-        if self.known < self._next - 1 or self.complete() >= self._next:
+        if self.known < self._next - 1 or self.due >= window_end(self._next):
             return 0.05 * max(1.0, self._quorum.world / 64)
         return 1.0
 

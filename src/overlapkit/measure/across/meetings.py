@@ -65,11 +65,15 @@ def compare_step(details: Mapping[int, Detail], world: int) -> StepArrivals | No
         lasted = ends - begin
         meeting = Meeting(np.arange(len(ranks)), begin, ends)
         seen = attend(meeting, clock_offsets(len(ranks), [meeting], agree=None))
-        typical = np.partition(seen.waits, len(ranks) // 2, axis=1)[:, len(ranks) // 2]
+        # What was waited beside a rank's own work, as DDP's buckets are, costs nobody anything; and what the
+        # last one itself stands still for is the transfer.
+        turns, last = np.arange(len(begin)), begin.argmax(axis=1)
+        held = np.maximum(exposed - exposed[turns, last][:, None], 0)
+        typical = np.partition(held, len(ranks) // 2, axis=1)[:, len(ranks) // 2]
         late = np.where(seen.last[:, None] == np.arange(len(ranks)), typical[:, None], 0)
-        blamed.append((ranks, time_waited(begin - late, late), time_waited(begin, seen.waits)))
+        blamed.append((ranks, late.sum(axis=0), held.sum(axis=0)))
         blocks.append(tuple(_spread(column, ranks, world) for column in (begin, seen.waits)))
-        waiting[ranks] += np.maximum(exposed - np.maximum(lasted - seen.waits, 0), 0).sum(axis=0)
+        waiting[ranks] += held.sum(axis=0)
         met[ranks] = True
         _note_latest(latest, part, seen.last, typical)
     if not met.any():

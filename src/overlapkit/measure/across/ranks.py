@@ -110,13 +110,26 @@ class Ranks:
 
     @property
     def late_ms(self) -> float:
-        """What lateness costs a step: the mean over all compared steps.
+        """What lateness costs a step: the mean over all compared steps."""
+        return self._mean_of(self.late)
 
-        Where local times are known without waits, what they do not explain is not counted: then the transport
-        or the scheduler was late, and not what the rank did.
+    @property
+    def explained(self) -> tuple[LateRank, ...]:
+        """Those of `late` that were late for what they did themselves.
+
+        Where local times are known without waits, lateness that they do not explain is the transport's or the
+        scheduler's.
         """
-        explicable = "communication" in self.parts
-        late = [one for one in self.late if one.phase is not None or not explicable]
+        if "communication" not in self.parts:
+            return self.late
+        return tuple(one for one in self.late if one.phase is not None)
+
+    @property
+    def explained_ms(self) -> float:
+        """What the lateness of those costs a step."""
+        return self._mean_of(self.explained)
+
+    def _mean_of(self, late: tuple[LateRank, ...]) -> float:
         return sum(one.late_ms * one.steps for one in late) / self.steps if self.steps else 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import HashStore
 
+from overlapkit.measure.across.at_exit import end_at_exit
 from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport, Statement, hangs, make_report
 from overlapkit.measure.across.sequence import Issues, read_issues
 from overlapkit.measure.across.stacks import all_stacks
@@ -53,14 +54,19 @@ class HangWatch:
         ]
         for thread in self._threads:
             thread.start()
+        end_at_exit(self)
 
     def close(self) -> None:
         """Say that this rank has left, and end the threads; waits for them 5 s at most."""
+        self.end(5.0)
+
+    def end(self, timeout: float) -> None:
+        """The same, within `timeout` seconds each."""
         self._post.progress.left = True
         self._post.stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(5.0)
+                thread.join(timeout)
 
 
 class _Post:

@@ -14,6 +14,8 @@ _REMEDY = {
     "ranks at the same step",
     "other": "its host does more between the phases: look for logging, metrics or saving on this rank alone",
 }
+_NOTABLE = 0.05
+
 _COMPUTE = (
     ": compare its batch (longer samples), its GPU's clocks (nvidia-smi -q -d PERFORMANCE) and its host"
 )
@@ -21,7 +23,7 @@ _COMPUTE = (
 
 def together(ranks: Ranks) -> tuple[float, str, str]:
     """Answer 5: milliseconds a step that lateness costs, the verdict, the evidence."""
-    cost, share = ranks.late_ms, _share(ranks)
+    cost, share = ranks.late_ms, _share(ranks, ranks.late_ms)
     seen = f"{ranks.steps} steps" + (f", {ranks.collectives} collectives" if ranks.collectives else "")
     if ranks.mismatches:
         return cost, "no, collectives differ", str(ranks.mismatches[0])
@@ -36,7 +38,11 @@ def together(ranks: Ranks) -> tuple[float, str, str]:
         evidence += f"; nothing came from rank {', '.join(map(str, ranks.missing))}"
     if ranks.unseen:
         evidence += f"; {ranks.unseen}"
-    return cost, f"no, {number}" if is_late(ranks) else f"yes ({number})", evidence
+    if share < _NOTABLE:
+        return cost, f"yes ({number})", evidence
+    if not is_late(ranks):
+        evidence += "; nothing that these ranks do explains it: the network, or other work on their hosts"
+    return cost, f"no, {number}", evidence
 
 
 def tail_split(ranks: Ranks) -> str | None:
@@ -49,17 +55,17 @@ def tail_split(ranks: Ranks) -> str | None:
 
 def is_late(ranks: Ranks) -> bool:
     """Whether lateness is worth a finding: from 5 % of a step, for somebody is always the last."""
-    return _share(ranks) >= 0.05
+    return _share(ranks, ranks.explained_ms) >= _NOTABLE
 
 
 def remedy(ranks: Ranks) -> tuple[str, str]:
     """Who to look at, and for what."""
-    first = ranks.late[0]
-    phases = [one.phase for one in ranks.late]
+    first = ranks.explained[0]
+    phases = [one.phase for one in ranks.explained]
     if not ranks.rotating:
         return f"rank {first.rank}", _remedy(first)
     common = max(set(phases), key=phases.count)
-    who = "ranks " + ", ".join(str(one.rank) for one in ranks.late[:4])
+    who = "ranks " + ", ".join(str(one.rank) for one in ranks.explained[:4])
     if common == "garbage":
         return who, f"in turn: {_REMEDY['garbage']}"
     where = "" if common is None else f", in {common}"
@@ -80,5 +86,5 @@ def _listed(late: tuple[LateRank, ...]) -> str:
     return shown + (f"; and {len(late) - 3} more" if len(late) > 3 else "")
 
 
-def _share(ranks: Ranks) -> float:
-    return ranks.late_ms / ranks.period_ms if ranks.period_ms else 0.0
+def _share(ranks: Ranks, part_ms: float) -> float:
+    return part_ms / ranks.period_ms if ranks.period_ms else 0.0
