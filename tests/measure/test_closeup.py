@@ -132,6 +132,7 @@ def test_the_collector_is_a_part_of_its_own(monkeypatch):
     assert 0 < first.garbage <= first.period
     assert first.garbage > second.garbage
     assert report.parts["garbage"].mean_ms > 0
+    assert "Python's collector" in report.answers[2].evidence
     assert gc.callbacks
     before = len(gc.callbacks)
     meter.close()

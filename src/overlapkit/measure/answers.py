@@ -96,6 +96,9 @@ def _compute_fed(window: Window, fixes: dict[str, str]) -> Answer:
     if window.parts["forward"].mean_ms is None or other.mean_ms is None or other.share is None:
         return unmeasured(name, "ms", window.parts["forward"].reason or "")
     evidence = f"host work beside phases and waits, {window.outside_ms:.2f} ms of it between steps"
+    for part, cause in (("garbage", "Python's collector"), ("compilation", "torch.compile")):
+        if (window.parts[part].mean_ms or 0.0) >= 0.01:
+            evidence += f"; beside it {window.parts[part].mean_ms:.2f} ms of {cause}"
     if window.coverage.device.type != "cpu":
         evidence += "; gaps between kernels within a phase need a trace"
     verdict = judge("other", other.mean_ms, other.share)

@@ -148,12 +148,6 @@ class StepMeter:
         return records[-1] if records else None
 
     @property
-    def phase(self) -> str:
-        """What is on: a Segment's kind; "unmeasured" where `every` skips the step."""
-        timeline = self._phases.timeline
-        return timeline.kind if timeline is not None else "unmeasured"
-
-    @property
     def logged(self) -> Mapping[str, float]:
         """The latest value of each logged name that has arrived; on a device it is a few steps behind."""
         return MappingProxyType(self._live.logged.latest)
