@@ -388,6 +388,21 @@ def test_reports_are_handed_out_after_each_hundred_steps():
     assert [(r.first_step, r.last_step) for r in reports] == [(1, 99), (100, 199)]
 
 
+def test_steps_that_nobody_reads_do_not_fill_memory(clock):
+    loader = FakeComponent(clock)
+    meter = StepMeter(loader=loader, history=20)
+    for _ in range(300):
+        loader.wait("input", 3)
+        with meter.step():
+            clock.host += 5
+    kept = [spans for _, spans in meter._ledger._aside]
+    assert sum(len(over) for over, _ in meter._ledger._aside) <= 30
+    assert sum(map(len, kept)) <= 30
+    records = records_of(meter)
+    assert [record.index for record in records] == list(range(280, 300))
+    assert {(record.period, record.input) for record in records} == {(8, 3)}
+
+
 def test_history_bounds_what_is_kept():
     meter = StepMeter(history=5)
     for _ in range(9):

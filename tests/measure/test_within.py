@@ -73,6 +73,13 @@ def test_a_bucket_that_tells_no_readiness_has_its_begin_only(loop):
     assert (bucket.ready_ms, bucket.start_ms) == (None, 5)
 
 
+def test_a_bucket_that_is_reduced_after_its_backward_still_belongs_to_it(loop):
+    for _ in range(2):
+        loop.step(lambda begun: [reduced("all_reduce last", 11, 13, 15)(begun)], inside=20)
+    (bucket,) = loop.detail.buckets
+    assert (bucket.ready_ms, bucket.start_ms, bucket.end_ms) == (11, 13, 15)
+
+
 def test_gathers_show_what_the_step_stood_still_for(loop):
     def spans(begun):
         wait = Span("communication", "wait all_gather blocks.1", begun, begun + 3 * MS, exposed=True)
