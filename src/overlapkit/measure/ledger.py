@@ -186,9 +186,12 @@ class Ledger:
     def _enter(self, step: Finished, segments: list[Segment]) -> None:
         ended, waits = self._pending.take(segments, on_device=step.on_device)
         shares = share_out(segments, waits, on_device=step.on_device)
+        pauses = [part for part in segments if part.kind == "paused"]
         by_lane: dict[str, list[Span]] = {}
         for span in ended:
-            by_lane.setdefault(span.lane, []).append(span)
+            cut_out = any(part.start <= span.start and span.end <= part.end for part in pauses)
+            if not cut_out or span.lane == "checkpoint":  # a save counts wherever it is made
+                by_lane.setdefault(span.lane, []).append(span)
         self._records.append(self._record(step, segments, shares, by_lane))
         self._compiled.extend((step.number, span) for span in by_lane.get("compilation", ()))
         collectives = tuple(by_lane.get("communication", ()))

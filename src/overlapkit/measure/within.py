@@ -16,6 +16,7 @@ from overlapkit.measure.detail import (
     StepDetail,
     Sync,
 )
+from overlapkit.measure.intervals import within
 from overlapkit.measure.ledger import Trace
 from overlapkit.measure.record import backwards
 from overlapkit.measure.speed import Speed
@@ -114,10 +115,12 @@ def _gathers(window: Window) -> tuple[Gather, ...] | str:
         return reason
     exposed: dict[str, int] = {}
     moved: dict[str, int] = {}
-    for span in (span for trace in window.usual for span in trace.collectives if _GATHER in span.name):
-        unit = span.name.split(_GATHER, 1)[1]
-        exposed[unit] = exposed.get(unit, 0) + (span.end - span.start if span.exposed else 0)
-        moved[unit] = moved.get(unit, 0) + (span.bytes or 0)
+    for trace in window.usual:
+        felt = within(trace.waits.get("communication", []))
+        for span in (span for span in trace.collectives if _GATHER in span.name):
+            unit = span.name.split(_GATHER, 1)[1]
+            exposed[unit] = exposed.get(unit, 0) + (felt(span.start, span.end) if span.exposed else 0)
+            moved[unit] = moved.get(unit, 0) + (span.bytes or 0)
     steps = len(window.usual)
     found = [
         Gather(unit, time / steps / 1e6, (moved[unit] / steps) or None) for unit, time in exposed.items()
