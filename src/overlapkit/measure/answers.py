@@ -148,10 +148,8 @@ def _left(window: Window, fixes: dict[str, str]) -> Answer:
     tail, period = window.tail_ms(), window.period_ms
     if tail is None or not period or whole.value - tail < _SAME * whole.value:
         return replace(whole, evidence=evidence)
-    verdict = judge("communication", tail, tail / period)
-    return replace(
-        whole, value=tail, verdict=verdict, evidence=f"{whole.value:.2f} ms exposed in all; {evidence}"
-    )
+    evidence = f"{whole.value:.2f} ms exposed in all; {evidence}"
+    return replace(whole, value=tail, verdict=judge("communication", tail, tail / period), evidence=evidence)
 
 
 def _peak(window: Window, peak: Peak | None, detail: StepDetail) -> Answer:
@@ -170,8 +168,8 @@ def _peak(window: Window, peak: Peak | None, detail: StepDetail) -> Answer:
 
 
 _LESS = {
-    "optimizer": 'overlapkit.AdamW: moments="bf16" or "int8" keep its state in a half or a quarter of the memory',
-    "checkpoint, perhaps": "Checkpointer: a save holds a copy of the state until it is written; in_flight=1 makes no second one",
+    "optimizer": 'overlapkit.AdamW: moments="bf16" or "int8" take a half or a quarter of the memory of fp32',
+    "checkpoint, perhaps": "Checkpointer: a save copies the state; in_flight=1 holds one copy at a time",
 }
 
 

@@ -113,7 +113,7 @@ class Window:
         return named
 
     def tail_ms(self) -> float | None:
-        """Of the exposed communication of a step, what was left after backward; None where no tail is told."""
+        """Of a step's exposed communication, what was left after backward; None where that is not told."""
         found, told = 0, False
         for trace in self.usual:
             felt = within(trace.waits.get("communication", []))
