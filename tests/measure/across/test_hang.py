@@ -33,8 +33,8 @@ STUCK = where()
         (STUCK, [where(inside=False)] * 2, {}, True),
         (STUCK, [STUCK, where(left=True, still=0.0)], {}, True),
         (where(left=True), [STUCK, STUCK], {}, False),
-        (STUCK, [STUCK, where(still=0.1)], {2: 2.6}, True),  # stopped in full career
-        (STUCK, [STUCK, where(still=0.1)], {2: 1.0}, False),  # a hiccup
+        (STUCK, [STUCK, where(still=0.1)], {2: 4.5}, True),  # stopped in full career
+        (STUCK, [STUCK, where(still=0.1)], {2: 4.0}, False),  # a hiccup
         (STUCK, [], {}, True),  # one process
     ],
 )

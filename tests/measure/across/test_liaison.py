@@ -142,12 +142,12 @@ def test_a_rank_that_stops_earlier_is_waited_for_with_a_bound(store, monkeypatch
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_rank_without_a_meter_holds_nobody_up(store, monkeypatch, silent):
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_PATIENCE_S", 1.0)
     monkeypatch.setattr(module, "_CLOSE_S", 0.2)
     ranks = [Rank(rank, 3, store) for rank in range(3) if rank != silent]
     for one in ranks:
         one.train(12)
-    said = [one.liaison.latest(patience=3.0 if silent else 0.3) for one in ranks]
+    said = [one.liaison.latest(patience=20.0 if silent else 0.3) for one in ranks]
     close_all(ranks)
     if silent:
         assert [one.missing for one in said] == [(1,), (1,)]

@@ -117,8 +117,7 @@ def hangs(own: Where, others: Mapping[int, Where], silent: Mapping[int, float], 
     for rank, where in others.items():
         if where.left:
             continue
-        still = where.still_s + silent.get(rank, 0.0)
-        if still < timeout * 0.9 and silent.get(rank, 0.0) < timeout / 2:
+        if where.still_s + silent.get(rank, 0.0) < timeout * 0.9:  # what it said is a moment old
             return False
     return True
 
