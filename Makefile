@@ -11,7 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check bench bench-input bench-checkpoint bench-comm bench-explain bench-kernels bench-optim bench-plan install clean
+.PHONY: demo test check bench bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-optim bench-plan install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -32,7 +32,7 @@ bench: install
 # With the peers, DALI among them: some 300 MB. SPDL also needs FFmpeg's libraries. HolisticTraceAnalysis comes
 # without its requirements, which bring JupyterLab.
 bench-explain: BARE := HolisticTraceAnalysis==0.5.0
-bench-input bench-checkpoint bench-comm bench-explain bench-kernels bench-optim bench-plan: install
+bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-optim bench-plan: install
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(if $(BARE),$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(BARE))
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)

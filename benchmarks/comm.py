@@ -5,8 +5,8 @@
 On hosts that benchmarks/netlab.py makes of one machine, over gloo, in fp32: plain fully_shard, the recipe of
 large pretraining code (the embedding, each block, [norm, head] kept, explicit prefetch), DDP's defaults, and
 ours ("2 ahead" is forward_prefetch=2), in turns in one run; a step is forward and backward, the slowest
-rank's. A block computes by sleeping (benchmarks/comm_rank.py says why). Each term of a goal is measured in the
-same run:
+rank's. A block computes by sleeping (benchmarks/comm_rank.py says why). Each term of a goal is measured in
+the same run:
 
 * compute: the same step of one rank that talks to nobody; forward: that of it;
 * bandwidth: a plain socket from each host to the next, all at once; the fastest that was seen, once a round;
@@ -64,12 +64,12 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(2, 1000, 4.0, depth=12, rounds=6),
+    Setting(2, 1000, 4.0, depth=12, rounds=4),
     Setting(2, 1000, 0.5, depth=12, rounds=6),
     Setting(2, 2000, 0.5, depth=12, rounds=6),
-    Setting(2, 300, 0.5, depth=8, rounds=4),
-    Setting(4, 300, 0.5, depth=6, rounds=4),
-    Setting(4, 300, 4.0, depth=6, rounds=4),
+    Setting(2, 300, 0.5, depth=8, rounds=3),
+    Setting(4, 300, 0.5, depth=6, rounds=3),
+    Setting(4, 500, 4.0, depth=6, rounds=3),
 )
 QUICK = (Setting(2, 1000, 0.5, depth=4, rounds=2),)
 

@@ -17,16 +17,19 @@ About ten minutes on two cores, --quick one.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness import Figure, finish, parser
-from llama import COMPILED, EAGER, FLOAT8, H100, OPTIMIZER_S, TOKENS, Pair, llama
+from llama import A100, A100_S, COMPILED, EAGER, FLOAT8, H100, H100_S, OPTIMIZER_S, TOKENS, Pair, llama
 from netlab import Lab, missing
+from overlapkit.extras import require
 from overlapkit.parallel import ShardPlan
-from overlapkit.plan import LinkTable, Profile, choose, simulate
+from overlapkit.plan import LinkTable, Profile, Scaling, choose, scale, simulate
+from overlapkit.plan.setting import Job
+from overlapkit.plan.simulation import play
 
 RANK = Path(__file__).with_name("plan_rank.py")
 
@@ -63,8 +66,10 @@ VARIANTS = (
 
 
 def main() -> int:
-    args = parser("Does a simulated step take as long as a real one?").parse_args()
-    figures = published()
+    options = parser("Does a simulated step take as long as a real one?")
+    options.add_argument("--png", type=Path, help="draw Llama 8B on 2 to 16,384 GPUs here (needs matplotlib)")
+    args = options.parse_args()
+    figures = [*published(), *at_any_scale(args.png)]
     if lacks := missing():
         print(f"not measured: {lacks}", file=sys.stderr)
     else:
@@ -113,11 +118,50 @@ def fit_spread(pair: Pair) -> float:
 
 
 def _step_s(compute_s: float, ranks: int, spread: float) -> float:
-    report = simulate(
-        llama(compute_s), H100, ranks, param_bytes=2, reduce_bytes=4, spread=spread, optimizer_s=OPTIMIZER_S
-    )
-    assert report.period_ms is not None
-    return report.period_ms / 1e3
+    job = Job(llama(compute_s), H100, ranks, param_bytes=2, reduce_bytes=4, spread=spread)
+    return play(job, ShardPlan(), "shard").end + OPTIMIZER_S / ranks
+
+
+def at_any_scale(png: Path | None) -> list[Figure]:
+    """Llama 8B, two sequences a GPU, from 2 to 16,384 GPUs of two published fabrics."""
+    worlds = [2**power for power in range(1, 15)]
+    figures: list[Figure] = []
+    scaled = {}
+    for name, fabric, compute_s in (("H100, 400 Gb/s", H100, H100_S), ("A100, 200 Gb/s", A100, A100_S)):
+        scaled[name] = scale(
+            llama(compute_s),
+            fabric,
+            worlds,
+            param_bytes=2,
+            spread=fit_spread(COMPILED),
+            optimizer_s=OPTIMIZER_S,
+        )
+        for row in scaled[name].rows():
+            if row["ranks"] in (8, 128, 2048, 16384):
+                where = f"Llama 8B on {row['ranks']:,} {name}"
+                figures += [
+                    Figure(f"{where}: step", row["step_ms"], "ms"),
+                    Figure(f"{where}: exposed", 100 * row["exposed_share"], "%"),
+                    Figure(f"{where}: break-even", float(row["break_even_tokens"]), "tokens"),
+                ]
+    if png is not None:
+        draw_scaling(png, scaled)
+    return figures
+
+
+def draw_scaling(path: Path, scaled: Mapping[str, Scaling]) -> None:
+    """Step time, and the exposed share, against the number of ranks."""
+    figure = require("matplotlib.figure", "viz").Figure(figsize=(9, 3.6), dpi=130, layout="constrained")
+    step, share = figure.subplots(1, 2)
+    for name, found in scaled.items():
+        ranks = [row["ranks"] for row in found.rows()]
+        step.plot(ranks, [row["step_ms"] / 1e3 for row in found.rows()], "o-", label=name)
+        share.plot(ranks, [100 * row["exposed_share"] for row in found.rows()], "o-", label=name)
+    for axes, title in ((step, "seconds a step"), (share, "exposed communication, % of it")):
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="ranks", title=title, ylim=(0, None))
+        axes.legend(fontsize=8)
+    figure.savefig(path, format="png")
 
 
 def in_the_lab(args: argparse.Namespace) -> list[Figure]:

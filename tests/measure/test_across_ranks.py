@@ -10,13 +10,13 @@ from overlapkit.measure.summary import PARTS
 from tests.ranks import run_ranks
 
 
-def measured(wrap):
-    """Three steps of a small model; the report as a dictionary, and the records."""
+def measured(wrap, steps=3):
+    """Some steps of a small model; the report as a dictionary."""
     torch.manual_seed(0)
     model = wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter = StepMeter(model, optimizer)
-    for x in meter.steps([torch.randn(8, 64)] * 3):
+    for x in meter.steps([torch.randn(8, 64)] * steps):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -29,7 +29,7 @@ def measured(wrap):
 
 
 def three_wrappers(rank):
-    return rank, measured(DistributedDataParallel), measured(replicate), measured(shard)
+    return rank, measured(DistributedDataParallel), measured(replicate, 12), measured(shard, 12)
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +55,19 @@ def test_our_wrappers_communication_is_measured(reports):
         gradients = 4 * (64 * 64 + 64) * 4
         assert replicated["parts"]["communication"]["bytes"] == gradients
         assert sharded["parts"]["communication"]["bytes"] >= 2 * gradients
+
+
+def test_what_lies_within_the_parts_of_a_step_of_several_ranks(reports):
+    forward = 4 * 2 * 8 * 64 * 64
+    for _, _, replicated, sharded in reports:
+        for report in (replicated, sharded):
+            detail = report["detail"]
+            assert detail["flops"] == 3 * forward - forward / 4  # the first layer's input needs no gradient
+            assert len(detail["passes"]) == 1
+            assert detail["buckets"][-1]["end_ms"] >= detail["buckets"][0]["start_ms"] >= 0
+        assert {name for bucket in replicated["detail"]["buckets"] for name in bucket["parameters"]} == {
+            f"{layer}.{kind}" for layer in range(4) for kind in ("weight", "bias")
+        }
+        units = [one["unit"] for one in sharded["detail"]["gathers"]]
+        assert len(units) == len(set(units)) >= 4
+        assert sum(one["exposed_ms"] for one in sharded["detail"]["gathers"]) > 0

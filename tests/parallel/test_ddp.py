@@ -110,24 +110,28 @@ def test_compression_is_one_rounding_and_one_sum(wire: str, dtype: torch.dtype):
 
 
 class _Fork(nn.Module):
-    """Uses its second branch on demand."""
+    """Uses its second branch on demand, and its third never."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 3, bias=False), nn.Linear(WIDTH, 3, bias=False)
+        self.a, self.b, self.c = (nn.Linear(WIDTH, 3, bias=False) for _ in range(3))
 
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         return self.a(x) + self.b(x) if both else self.a(x)
 
 
-def test_parameters_unused_on_one_rank():
-    def job(rank: int) -> list[float]:
-        torch.manual_seed(1)
-        model = ok.replicate(_Fork(), find_unused_parameters=True)
-        model(torch.ones(2, WIDTH), both=rank == 0).sum().backward()
-        return [model.module.a.weight.grad[0, 0].item(), model.module.b.weight.grad[0, 0].item()]
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_parameters_unused_on_one_rank_and_on_all(option: str):
+    def job(rank: int) -> list[list[float | None]]:
+        model, steps = ok.replicate(_Fork(), **{option: True}), []
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, WIDTH), both=rank == 0).sum().backward()
+            grads = [p.grad for p in model.parameters()]
+            steps.append([None if grad is None else grad[0, 0].item() for grad in grads])
+        return steps
 
-    assert run_ranks(2, job) == [[2.0, 1.0]] * 2
+    assert run_ranks(2, job) == [[[2.0, 1.0, None]] * 3] * 2
 
 
 def test_copies_and_pickles_are_as_those_of_ddp():

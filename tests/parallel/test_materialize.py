@@ -326,6 +326,15 @@ def test_bad_input(model: Any, options: Any, kind: Any, message: str):
         materialize(model, **options)
 
 
+def test_an_optimizer_that_was_made_before_would_hold_nothing():
+    model = on_meta(Gpt)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"in a SGD already.*call materialize first"):
+        materialize(model)
+    del optimizer
+    materialize(model)
+
+
 def test_replicate_asks_for_values_first():
     with pytest.raises(ValueError, match=r"embed.weight is on the meta device.* parallel.materialize"):
         ok.replicate(on_meta(Gpt))

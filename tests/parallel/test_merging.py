@@ -1,5 +1,6 @@
 """Small neighbouring blocks share a unit: the rule by hand, and that such a unit gathers once and trains."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -120,3 +121,30 @@ def test_merged_units_gather_once_and_train_as_one_process():
         pairs = [f"all_gather blocks.{place}+blocks.{place + 1}" for place in range(0, 16, 2)]
         backward = list(reversed(pairs[1:]))  # not the frozen first pair: backward ends before it
         assert gathers == ["all_gather embed", *pairs, "all_gather norm+head", *backward]
+
+
+class Skipping(Gpt):
+    """Leaves out some of its blocks, as layer drop and early exits do."""
+
+    skipped: tuple[int, ...] = ()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for place, block in enumerate(self.blocks):
+            x = x if place in self.skipped else block(x)
+        return self.head(self.norm(x))
+
+
+def test_a_step_may_leave_out_blocks_of_a_merged_unit_and_whole_units():
+    def job(rank: int) -> float:
+        torch.manual_seed(5)
+        model = Skipping(16)
+        truth = copy.deepcopy(model).double()
+        ok.shard(model)
+        for each, part in ((truth, lambda rows: rows), (model, half(rank))):
+            for skipped in ((2,), (0,), (2, 3, 15), ()):
+                each.skipped = skipped
+                train(each, part, steps=1)
+        return max(worst_error(model, truth))
+
+    assert max(run_ranks(2, job)) < 4e-6

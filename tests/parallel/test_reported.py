@@ -1,27 +1,21 @@
 """What users reported of sharding elsewhere: each report stands for a class; its right value is kept here."""
 
 import copy
-import re
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 import overlapkit as ok
-from overlapkit.optim import clip_grad_norm_
 from overlapkit.parallel import describe
 from tests.parallel.models import (
     WIDTH,
     Block,
     batch,
-    even_gpt,
     gpt,
     half,
     loss_of,
-    split,
     train,
     trained_alone,
     worst_error,
@@ -106,61 +100,6 @@ def trained_alone_of_five(model: nn.Module) -> nn.Module:
     return alone
 
 
-FREEZING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "the first": (("embed", "blocks.0"), {}),
-    "a middle one": (("blocks.1",), {}),
-    "the head": (("norm", "head"), {}),
-    "in one unit": (("blocks.1",), {"units": []}),
-    "all but one": (("embed", "blocks.0", "blocks.1", "norm", "head"), {}),
-}
-
-
-def test_what_is_frozen_at_first_trains_later_and_the_other_way_round():
-    def job(rank: int) -> dict[str, float]:
-        errors = {}
-        for name, (frozen, options) in FREEZING.items():
-            model = gpt(frozen=frozen)
-            truth = copy.deepcopy(model).double()
-            ok.shard(model, **options)
-            for each, part in ((truth, lambda rows: rows), (model, half(rank))):
-                train(each, part)
-                each.requires_grad_(True)
-                train(each, part)
-                each.zero_grad()
-                each.blocks[2].requires_grad_(False)
-                train(each, part)
-            errors[name] = max(worst_error(model, truth))
-        return errors
-
-    for errors in run_ranks(2, job):
-        assert errors.keys() == FREEZING.keys()
-        assert max(errors.values()) < 4e-6
-
-
-def test_a_unit_frozen_in_the_first_forward_trains_later_in_bf16():
-    """FSDP2 notes dtypes in the first forward, and then raised in backward."""
-
-    def job(rank: int) -> list[Any]:
-        found = []
-        for frozen, options in ((("blocks.1",), {}), (("embed", "norm", "head"), {"units": BLOCKS})):
-            model = ok.shard(gpt(frozen=frozen), mp_policy="bf16", **options)
-            first = model(batch(0)[:, :-1]).float().sum()
-            flags = [parameter.requires_grad for parameter in model.get_submodule(frozen[0]).parameters()]
-            first.backward()
-            model.zero_grad()
-            model.requires_grad_(True)
-            loss_of(model, half(rank)(batch(0))).backward()
-            always = ok.shard(gpt(), mp_policy="bf16", **options)
-            loss_of(always, half(rank)(batch(0))).backward()
-            pairs = zip(model.parameters(), always.parameters(), strict=True)
-            found.append(
-                (any(flags), all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs))
-            )
-        return found
-
-    assert run_ranks(2, job) == [[(False, True), (False, True)]] * 2
-
-
 def _held(model: nn.Module) -> int:
     """Elements in memory now, over all parameters of this rank."""
     return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
@@ -178,12 +117,11 @@ def test_after_a_forward_without_gradients_each_rank_holds_its_shard():
             with torch.no_grad():
                 model(batch(0))
             found.append(_held(model) == before)
-            truth = trained_alone(gpt())
-            train(model, half(rank, 4))
-            found.append(max(worst_error(model, truth)) < 2e-6)
-        return found
+        truth = trained_alone(gpt())
+        train(model, half(rank, 4))  # its optimizer is made after that forward
+        return [*found, max(worst_error(model, truth)) < 2e-6]
 
-    assert run_ranks(4, job) == [[True] * 10] * 4
+    assert run_ranks(4, job) == [[True] * 6] * 4
 
 
 def test_a_root_that_shall_be_freed_is_freed():
@@ -281,61 +219,3 @@ def test_encoder_and_decoder_with_one_table_and_experts_that_stay_idle():
 
     for errors in run_ranks(4, job):
         assert max(errors) < 2e-6
-
-
-TENSOR_PARALLEL = {
-    4: ((2, 2), ("dp", "tp"), "dp"),
-    8: ((2, 2, 2), ("copy", "share", "tp"), ("copy", "share")),
-}
-
-
-@pytest.mark.parametrize("world", TENSOR_PARALLEL)
-def test_tensor_parallel_models_train_and_clip_as_one_process(world: int):
-    """pytorch#180346: torch's own clip_grad_norm_ fails on the two meshes that gradients are on."""
-    shape, names, data = TENSOR_PARALLEL[world]
-
-    def job(rank: int) -> tuple[float, float, float]:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        model, truth = split(even_gpt(), mesh["tp"]), even_gpt().double()
-        table = describe(model, mesh[data])
-        ok.shard(model, mesh[data])
-        assert describe(model) == table
-        part = half(rank // 2, world // 2)
-        optimizers = [
-            ok.AdamW(model.parameters(), lr=0.1, max_norm=0.05),
-            torch.optim.AdamW(truth.parameters(), lr=0.1),
-        ]
-        for step in range(2):
-            loss_of(model, part(batch(step))).backward()
-            loss_of(truth, batch(step)).backward()
-            norm = clip_grad_norm_(model.parameters(), 1e9)
-            expected = torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.05)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        gathered = next(row.gathered for row in table.units if row.name == "blocks.0")
-        return worst_error(model, truth)[0], abs(float(norm) - float(expected)), gathered
-
-    for error, norm_error, gathered in run_ranks(world, job):
-        assert error < 1e-4  # Adam's first steps divide by gradients
-        assert norm_error < 1e-5
-        assert gathered == 4 * (8 + 8 + 6 * 7 + 6 + 8 * 6 + 8)  # of 12 rows 6; 7 rows padded to 8
-
-
-def test_meshes_that_do_not_go_with_tensor_parallel_ones():
-    def job(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        bad = [
-            (None, "mesh is not given"),
-            (init_device_mesh("cpu", (4,)), "or that one has no names"),
-            (mesh["tp"], "mesh has 'tp', too"),
-            (mesh, "mesh has 'tp', too"),
-        ]
-        model = split(even_gpt(), mesh["tp"])
-        for other, message in bad:
-            with pytest.raises(ValueError, match=rf"blocks.0.up.weight is split .*{message}.*mesh\['dp'\]"):
-                ok.shard(model, other)
-        with pytest.raises(ValueError, match=re.escape("blocks.0.up.weight is a DTensor")):
-            ok.replicate(model)
-
-    run_ranks(4, job)

@@ -2,6 +2,7 @@
 
 from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport
 from overlapkit.measure.compare import Comparison
+from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.garbage import collect_garbage
 from overlapkit.measure.meter import StepMeter
 from overlapkit.measure.progress import ProgressLine
@@ -16,6 +17,7 @@ __all__ = [
     "HANG_EXIT_CODE",
     "HangReport",
     "ProgressLine",
+    "StepDetail",
     "StepMeter",
     "StepRecord",
     "StepReport",

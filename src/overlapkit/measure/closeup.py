@@ -146,4 +146,7 @@ class Closeup:
 def _has_compiled(model: nn.Module | None) -> bool:
     if model is None:
         return False
-    return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules())
+    return any(
+        getattr(part, "_compiled_call_impl", None) is not None or type(part).__name__ == "OptimizedModule"
+        for part in model.modules()
+    )

@@ -80,6 +80,8 @@ def _heading(report: "StepReport") -> str:
     ]
     if report.tokens_per_s is not None:
         facts.append(f"{report.tokens_per_s:,.0f} tokens/s")
+    if report.detail is not None and report.detail.mfu is not None:
+        facts.append(f"MFU {report.detail.mfu:.1%}")
     if report.peak_memory is not None:
         facts.append(f"peak {report.peak_memory / 2**20:,.0f} MiB")
     if report.traced_step is not None:

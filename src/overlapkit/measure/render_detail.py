@@ -25,13 +25,9 @@ def detail_table(detail: StepDetail) -> Table:
 
 
 def _lines(detail: StepDetail) -> Iterator[tuple[str, str]]:
-    if detail.mfu is not None and detail.flops is not None:
-        yield (
-            "arithmetic",
-            f"{detail.flops / 1e12:.3g} TFLOP a step, {detail.mfu:.1%} of the device's peak (MFU)",
-        )
-    elif detail.flops is not None:
-        yield "arithmetic", f"{detail.flops / 1e12:.3g} TFLOP a step"
+    if detail.flops is not None:
+        of_peak = "" if detail.mfu is None else f", {detail.mfu:.1%} of the device's peak (MFU)"
+        yield "arithmetic", f"{detail.flops / 1e12:,.3f} TFLOP a step{of_peak}"
     if detail.recompute_ms:
         yield "recompute", f"{detail.recompute_ms:.2f} ms of backward"
     if detail.passes and len(detail.passes) > 1:

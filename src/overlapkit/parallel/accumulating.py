@@ -38,7 +38,7 @@ def accumulate(
     Takes models of `shard` and `replicate`, of torch's fully_shard and DistributedDataParallel, compiled or
     not. Any other model accumulates within this process: its scales are those of this process's tokens.
 
-    A loop that is left before its last microbatch (break, an exception) has synchronised nothing: the
+    A loop that is left before its last microbatch (break, an exception) has not synchronised anything: the
     model's gradients, which would differ between ranks, are set to None, with a warning. Every switch is set
     back as it was found, however the loop ends.
 
@@ -94,8 +94,8 @@ def _each(
             parts.drop(synchronised=last)
             if not last:
                 warn(
-                    f"accumulate was left at microbatch {place + 1} of {len(held)}: nothing was "
-                    "synchronised, and the model's gradients are set to None"
+                    f"accumulate was left at microbatch {place + 1} of {len(held)}: the step "
+                    "is not whole, so the model's gradients are set to None"
                 )
 
 

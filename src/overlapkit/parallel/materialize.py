@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from overlapkit.meta_device import materialise, on_meta
 from overlapkit.parallel.meshes import from_all, must_agree
 from overlapkit.parallel.offload import offloaded
+from overlapkit.parallel.preconditions import check_holders
 from overlapkit.parallel.tensor_parallel import is_split, local_part
 
 M = TypeVar("M", bound=nn.Module)
@@ -54,8 +55,8 @@ def materialize(
 
     Raises:
         TypeError: `model` is no module, or `init` cannot be called.
-        ValueError: Nothing is on the meta device; the ranks' random generators differ; `init` left something
-            without a value; there is no such device.
+        ValueError: Nothing is on the meta device; an optimizer has the parameters already; the ranks' random
+            generators differ; `init` left something without a value; there is no such device.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: materialize takes a torch.nn.Module")
@@ -64,6 +65,7 @@ def materialize(
     names = set(on_meta(model))
     if not names:
         raise ValueError("nothing of the model is on the meta device: it has values already; leave this out")
+    check_holders(model, "materialize")
     meshes = _meshes(model)
     _check_generators(meshes)
     owners = _owners(model)

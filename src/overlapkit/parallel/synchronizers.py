@@ -35,9 +35,10 @@ class Switches(NamedTuple):
     def of(cls, module: Any) -> "Switches":
         """As they are."""
         finish = module._get_fsdp_state()._state_ctx.is_last_backward
-        for group in _groups(module):
-            return cls(group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward, finish)
-        return cls(finish=finish)
+        if not (groups := _groups(module)):
+            return cls(finish=finish)
+        group = groups[0]
+        return cls(group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward, finish)
 
     def set(self, module: Any) -> None:
         """Set them so."""
@@ -149,7 +150,7 @@ class Synchronizers:
             for group in _groups(module):
                 _forget(group)
             module.reshard()  # parameters that were kept would not see the optimizer's step
-        if not synchronised and self.groups:
+        if not synchronised:
             for parameter in self._model.parameters():
                 parameter.grad = None
 
