@@ -95,6 +95,25 @@ def test_gathers_show_what_the_step_stood_still_for(loop):
     assert (other.unit, other.exposed_ms) == ("blocks.0", 0)
 
 
+def test_gathers_of_an_evaluation_are_none_of_the_step(loop):
+    def gathered():
+        start = loop.clock.host
+        loop.clock.host += 3 * MS
+        loop.comm.publish(
+            Span("communication", "all_gather a", start, loop.clock.host, 100),
+            Span("communication", "wait all_gather a", start, loop.clock.host, exposed=True),
+        )
+
+    for _ in range(3):
+        gathered()
+        loop.step()
+        with loop.meter.pause():
+            for _ in range(5):
+                gathered()
+    (one,) = loop.detail.gathers
+    assert (one.exposed_ms, one.bytes) == (3, 100)
+
+
 def test_microbatches_are_told_apart_and_odd_steps_left_out(loop):
     for count in (1, 3, 3, 2, 3):
         loop.step(microbatches=count)
@@ -136,6 +155,17 @@ def test_a_slowdown_is_unknown_where_every_step_saves(loop):
         loop.step()
     assert loop.detail.checkpoint.slowdown_ms is None
     assert loop.detail.checkpoint.amortised_ms == 1
+
+
+def test_a_window_longer_than_the_steps_whose_times_are_kept_counts_all_its_saves(loop):
+    for step in range(401):
+        if step % 200 == 150:
+            save(loop, stall=40, work=10)
+        loop.step()
+    cost = loop.meter.report(window=400).detail.checkpoint
+    assert (cost.saves, cost.stall_ms, cost.slowdown_ms) == (2, 40, 0)
+    assert cost.interval == pytest.approx(200, rel=0.01)
+    assert cost.amortised_ms == pytest.approx(0.2, rel=0.01)
 
 
 def test_slow_steps_beside_a_save_are_named(loop):

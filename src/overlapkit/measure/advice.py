@@ -166,7 +166,7 @@ def _communication(window: Window, detail: StepDetail) -> tuple[str, str]:
         )
     waits = window.waits("communication")
     gathers = sum(time for name, time in waits.items() if "all_gather" in name)
-    buckets = sum(time for name, time in waits.items() if "all_reduce" in name)
+    buckets = sum(time for name, time in waits.items() if name == "all_reduce tail")
     if buckets > sum(waits.values()) / 2:
         return "replicate", "try a smaller bucket_cap_mb=, so that less is left when backward ends"
     if gathers > sum(waits.values()) / 2:
