@@ -56,6 +56,7 @@ def plan(
         "param_bytes": param_bytes,
         "reduce_bytes": reduce_bytes,
         "spread": spread,
+        "optimizer_s": optimizer_ms / 1e3,
         "failures": failures,
     }
     chosen = None if plan_file is None else ShardPlan.load(plan_file)
@@ -65,7 +66,7 @@ def plan(
         memory = None if memory_gib is None else round(memory_gib * 2**30)
         chosen = choose_plan(measured, wire, memory, world=worlds[0], **options)
         chosen.save(choose)
-    found = scale(measured, wire, worlds, plan=chosen, optimizer_s=optimizer_ms / 1e3, **options)
+    found = scale(measured, wire, worlds, plan=chosen, **options)
     if plot is not None:
         found.plot(plot)
     if as_json:

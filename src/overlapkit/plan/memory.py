@@ -50,8 +50,10 @@ def memory_of(job: Job, plan: ShardPlan, *, optimizer_bytes: int = 8, replicated
         return Memory(state, 0, 0, kept)
     work = work_of(job, plan)
     ahead = max(plan.forward_prefetch or 0, plan.backward_prefetch or 0) + 1
-    moving = sorted((one.gather_bytes for one in work if one.regathers), reverse=True)[: ahead + 1]
-    gathered = sum(one.gather_bytes for one in work if not one.regathers) + sum(moving)
+    moving = sorted((one.gather_bytes - one.kept_bytes for one in work if one.regathers), reverse=True)[
+        : ahead + 1
+    ]
+    gathered = sum(one.kept_bytes for one in work) + sum(moving)
     flying = 1 + (job.schedule.buffers or 1)
     reduced = sum(sorted((one.reduce_bytes for one in work), reverse=True)[:flying])
     return Memory(state, gathered, reduced, kept)

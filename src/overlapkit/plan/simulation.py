@@ -155,7 +155,7 @@ def break_even(job: Job, plan: ShardPlan, wrapper: Wrapper) -> int | None:
         low, high = high, high * 2
         if high > 1e9:
             return None
-    while high - low > 1e-3 * high:
+    while high - low > 1e-3 * high and high * job.profile.tokens > 0.5:
         middle = (low + high) / 2
         low, high = (middle, high) if exposed(middle) > HIDDEN else (low, middle)
     return max(1, round(high * job.profile.tokens))
@@ -177,6 +177,7 @@ def _inputs(job: Job, failures: Failures | None) -> dict[str, str]:
         "model": f"{profile.parameters:,} parameters; {job.param_bytes} bytes an element gathered, "
         f"{job.reduce_bytes} reduced (given)",
         "link": job.link.source,
+        "copies": f"{job.link.copy_seconds(2**24) * 1e3:.2f} ms for 16 MiB (from the link)",
         "spread of ranks": f"{job.spread:.2%} of their compute time (given)",
         "optimizer": f"{job.optimizer_s * 1e3:.2f} ms for all parameters (given)",
     }
@@ -194,5 +195,9 @@ def _assumptions(job: Job, wrapper: Wrapper) -> tuple[str, ...]:
     beside = "a collective does not slow the computation beside it"
     if wrapper == "replicate":
         return same, ring, beside, "within a unit gradients become ready evenly, last parameter first"
-    shared = "all-gathers and reductions of different communicators share the link evenly"
-    return (same, ring, beside, shared) if job.schedule.separate else (same, ring, beside)
+    said = [same, ring, beside]
+    if job.schedule.separate or job.copies > 1:
+        said.append("collectives of different communicators share the link evenly")
+    if job.sharing > 1 and not job.link.copy_seconds(1):
+        said.append("copies into and out of the collectives' buffers take no time")
+    return tuple(said)
