@@ -103,6 +103,16 @@ def slowest(ranks: int) -> float:
     return sum(x * ranks * normal.pdf(x) * normal.cdf(x) ** (ranks - 1) for x in places) * 16.0 / steps
 
 
+def rules_under(job: Job, plan: ShardPlan) -> Rules:
+    """The job's schedule with the prefetch depths that the plan decides."""
+    rules, ahead, behind = job.schedule, plan.forward_prefetch, plan.backward_prefetch
+    return replace(
+        rules,
+        forward_prefetch=rules.forward_prefetch if ahead is None else ahead,
+        backward_prefetch=rules.backward_prefetch if behind is None else behind,
+    )
+
+
 def grouped(job: Job, plan: ShardPlan) -> list[list[UnitProfile]]:
     """The profile's units, put together as the plan or else `shard` has them; the root's come last.
 
@@ -193,10 +203,6 @@ def _reshards(job: Job, plan: ShardPlan, groups: Sequence[Sequence[UnitProfile]]
     if place == last:
         return False
     if plan.reshard is not None:
-        if len(plan.reshard) != last:
-            raise ValueError(
-                f"plan: reshard has {len(plan.reshard)} entries for {last} units: give one for each unit"
-            )
         return _checked(job, plan.reshard[place])
     after_blocks = place == last - 1 and not any(unit.block for unit in groups[place])
     return not after_blocks

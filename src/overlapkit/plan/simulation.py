@@ -12,7 +12,7 @@ from overlapkit.plan.costs import Profile
 from overlapkit.plan.failures import Failures
 from overlapkit.plan.memory import Memory, memory_of
 from overlapkit.plan.played_report import report_of
-from overlapkit.plan.setting import Job, work_of
+from overlapkit.plan.setting import Job, rules_under, work_of
 from overlapkit.plan.step import Played, Rules, Step
 
 Wrapper = Literal["shard", "replicate"]
@@ -62,13 +62,7 @@ def play(job: Job, plan: ShardPlan, wrapper: Wrapper) -> Played:
     """One step of a job under a plan."""
     if wrapper == "replicate":
         return play_buckets(job, plan)
-    ahead, behind = plan.forward_prefetch, plan.backward_prefetch
-    rules = dataclasses.replace(
-        job.schedule,
-        forward_prefetch=job.schedule.forward_prefetch if ahead is None else ahead,
-        backward_prefetch=job.schedule.backward_prefetch if behind is None else behind,
-    )
-    return Step(work_of(job, plan), rules).play()
+    return Step(work_of(job, plan), rules_under(job, plan)).play()
 
 
 def simulate(
