@@ -357,3 +357,26 @@ def test_saves_count_steps_with_their_optimizer() -> None:
     plan = choose(made(), FAST, world=4, failures=failures, optimizer_s=4.0)
     step = play(Job(made(), FAST, 4), plan, "shard").end + 1.0
     assert plan.checkpoint_every == round(failures.best_interval(4) / step)
+
+
+def test_accumulation_under_ddp_computes_every_microbatch_and_reduces_the_last() -> None:
+    once = simulate(made(), SLOW, 2, wrapper="replicate")
+    thrice = simulate(made(), SLOW, 2, wrapper="replicate", rules=Rules(microbatches=3))
+    assert thrice.period_ms - once.period_ms == pytest.approx(2 * 128, abs=0.01)
+    assert thrice.parts["communication"].bytes == once.parts["communication"].bytes
+    assert thrice.tokens_per_s == pytest.approx(3000 / thrice.period_ms * 1000, rel=1e-6)
+
+
+def test_blocks_of_two_lists_share_no_unit() -> None:
+    units = [
+        replace(unit, modules=("decoder.0",)) if unit.name == "blocks.3" else unit for unit in made().units
+    ]
+    profile = replace(made(), units=tuple(units))
+    assert [work.name for work in work_of(Job(profile, SLOW, 2), ShardPlan())][-3:] == [
+        "decoder.0",
+        "norm+head",
+        "(root)",
+    ]
+    for plan in _shard_plans(Job(profile, SLOW, 2)):
+        assert plan.units is not None
+        assert ("decoder.0",) in plan.units

@@ -134,7 +134,7 @@ def _merged(profile: Profile, size: int) -> list[list[UnitProfile]]:
     groups: list[list[UnitProfile]] = []
     for unit in profile.units[:-1]:
         last = groups[-1] if groups else []
-        if unit.block and last and last[0].block and len(last) < size:
+        if unit.block and last and last[0].kind == unit.kind and len(last) < size:
             last.append(unit)
         else:
             groups.append([unit])

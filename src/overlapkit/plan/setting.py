@@ -146,7 +146,7 @@ def _default_units(job: Job) -> list[tuple[str, ...]]:
     sizes = [job.param_bytes * unit.parameters for unit in job.profile.units if unit.block]
     least = least_bytes(MIN_UNIT_MB, sizes)
     units: list[tuple[str, ...]] = []
-    for (block, _), run in groupby(job.profile.units[:-1], key=lambda unit: (unit.block, unit.trained > 0)):
+    for (block, *_), run in groupby(job.profile.units[:-1], key=lambda unit: unit.kind):
         if block:
             units += filled([(unit.name, job.param_bytes * unit.parameters) for unit in run], least)
         else:

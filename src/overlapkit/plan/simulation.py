@@ -27,8 +27,8 @@ class SimulatedReport(StepReport):
 
     Attributes:
         memory: Bytes of one rank, part by part.
-        break_even_tokens: The fewest tokens a rank in a step that hide communication (2 % of the step or
-            less); None where the profile has no tokens.
+        break_even_tokens: The fewest tokens a rank in a microbatch that hide communication (2 % of the step
+            or less); None where the profile has no tokens.
         save_interval_s: The best training time between two checkpoints, or None without `failures`.
         goodput: The share of time in which the job gets on, saving that often; None without `failures`.
         inputs: Every figure that went in, and where it came from.
