@@ -233,6 +233,31 @@ def test_numbers_of_collectives_match_what_was_recorded_in_part(tmp_path):
     assert (arrivals.collectives, arrivals.ranks[0].waited) == (2, 18_000)
 
 
+def test_process_groups_of_the_same_ranks_count_by_themselves(tmp_path):
+    """As a group of its own for reduce-scatter: both have a collective 1, and one a second."""
+    for rank in (0, 1):
+        made = HandTrace(rank, 2)
+        for turn, (name, number) in enumerate([("1", 1), ("2", 1), ("1", 2)]):
+            start = 100 * turn + (10 + turn) * rank
+            args = {"Process Group Name": name, "Process Group Ranks": "[0, 1]", "Seq": number}
+            made.collective(start, 100 * turn + 50, **args)
+        made.write(tmp_path / f"rank{rank}.json")
+    arrivals = explain(tmp_path).trace.arrivals
+    assert (arrivals.collectives, arrivals.ranks[0].waited) == (3, 33_000)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [("Float", 4), ("BFloat16", 2), ("Long", 8), ("Byte", 1), ("Float8_e4m3fn", 1), ("ComplexFloat", 8)],
+)
+def test_bytes_of_a_collective(tmp_path, dtype, size):
+    made = HandTrace()
+    made.collective(0, 10, **{"Collective name": "allreduce", "In msg nelems": 1000, "dtype": dtype})
+    made.collective(20, 30, **{"Collective name": "allreduce", "In msg nelems": 1000, "dtype": "Quaternion"})
+    said = explain(made.write(tmp_path / "t.json")).trace.ranks[0].timeline.host.collectives
+    assert [one.bytes for one in said] == [1000 * size, None]
+
+
 def test_ranks_that_share_nothing_say_so(tmp_path):
     for rank in (0, 1):
         made = HandTrace(rank, 2)

@@ -157,8 +157,8 @@ def _groups(ranks: Sequence[TracedRank]) -> Iterator[list[_Entry]]:
 def _matches(group: list[_Entry]) -> Iterator[_Match]:
     """The n-th of one rank is the n-th of another, where they are of the same kinds; else step by step."""
     if all(_says(one, row).sequence is not None for _, one, rows in group for row in rows):
-        by_number = [{_says(one, row).sequence: row for row in rows} for _, one, rows in group]
-        for number in sorted(set.intersection(*(set(rows) for rows in by_number)), key=lambda n: n or 0):
+        by_number = [{_number(_says(one, row)): row for row in rows} for _, one, rows in group]
+        for number in sorted(set.intersection(*(set(rows) for rows in by_number))):
             pairs = zip(group, by_number, strict=True)
             yield [(place, one, int(rows[number])) for (place, one, _), rows in pairs]
     elif _same(group):
@@ -173,6 +173,11 @@ def _matches(group: list[_Entry]) -> Iterator[_Match]:
 def _same(group: list[_Entry]) -> bool:
     kinds = [[_says(one, row).kind for row in rows] for _, one, rows in group]
     return all(of_rank == kinds[0] for of_rank in kinds)
+
+
+def _number(says: Collective) -> tuple[str, int]:
+    """Process groups of the same ranks each count by themselves."""
+    return says.name, says.sequence or 0
 
 
 def _says(one: TracedRank, row: int) -> Collective:
