@@ -258,6 +258,19 @@ def test_bytes_of_a_collective(tmp_path, dtype, size):
     assert [one.bytes for one in said] == [1000 * size, None]
 
 
+def test_what_was_waited_before_the_first_step_is_not_of_a_step(tmp_path):
+    for rank in (0, 1):
+        made = HandTrace(rank, 2)
+        made.collective(9000 * rank, 9500, launch=-10)
+        made.step(0, 9600, 10_600)
+        made.work("gemm", 9700, 10_700, launch=9650)
+        made.collective(10_700 + 20 * rank, 10_800, launch=9660)
+        made.write(tmp_path / f"rank{rank}.json")
+    report = explain(tmp_path)
+    assert report.trace.arrivals.ranks[0].waited == 9_020_000
+    assert answers(report)["ranks together"].value == pytest.approx(0.02 / 2)  # the mean of two ranks
+
+
 def test_ranks_that_share_nothing_say_so(tmp_path):
     for rank in (0, 1):
         made = HandTrace(rank, 2)

@@ -67,6 +67,17 @@ class Arrivals:
         """Who waited most."""
         return max(self.ranks, key=lambda one: one.waited)
 
+    def waited_in_steps(self, place: int, timeline: Timeline) -> int:
+        """What a rank waited within the profiler's steps, nanoseconds; in all where there are none.
+
+        Args:
+            place: Of the rank among those compared.
+            timeline: Of that rank.
+        """
+        anywhere = not len(timeline.host.windows.starts)
+        waits = self.waits[place].items()
+        return _waited(timeline, {row: wait for row, wait in waits if anywhere or timeline.steps[row] >= 0})
+
     def tail_wait(self, place: int, timeline: Timeline, step: TracedStep) -> int:
         """What of a step's tail was spent waiting for a late rank.
 
@@ -114,16 +125,18 @@ def compare(ranks: Sequence[TracedRank]) -> Arrivals | str:
         for (place, _, row), wait in zip(match, seen.waits[0], strict=True):
             waits[place][row] = int(wait)
     arrivals = [
-        Arrival(one.rank, _waited(one, waits[place]), last[place], len(waits[place]), int(offsets[place]))
+        Arrival(
+            one.rank, _waited(one.timeline, waits[place]), last[place], len(waits[place]), int(offsets[place])
+        )
         for place, one in enumerate(ranks)
     ]
     return Arrivals(len(matched), transfer, tuple(arrivals), tuple(waits))
 
 
-def _waited(one: TracedRank, waits: dict[int, int]) -> int:
+def _waited(timeline: Timeline, waits: dict[int, int]) -> int:
     rows = np.array(list(waits), dtype=np.int64)
     lengths = np.array(list(waits.values()), dtype=np.int64)
-    return int(time_waited(one.timeline.starts[rows][:, None], lengths[:, None])[0])
+    return int(time_waited(timeline.starts[rows][:, None], lengths[:, None])[0])
 
 
 _Entry = tuple[int, TracedRank, Ints]  # place among the ranks, the rank, its rows in the order of launches
