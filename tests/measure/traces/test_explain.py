@@ -403,6 +403,18 @@ def test_peak_memory(tmp_path):
     assert report.peak_memory == 30 << 20
 
 
+def test_peak_memory_of_each_device(tmp_path):
+    made = HandTrace()
+    for device, size in ((0, 10 << 20), (1, 30 << 20)):
+        made.work("k", 10, 20, launch=5)
+        made.events[-1]["args"]["device"] = device
+        event = {"ph": "i", "s": "t", "cat": "cpu_instant_event", "name": "[memory]", "tid": HOST, "ts": 6}
+        made.events.append(event | {"args": {"Total Allocated": size, "Device Type": 1, "Device Id": device}})
+    report = explain(made.write(tmp_path / "t.json"))
+    assert [one.memory_peak[0] for one in report.trace.ranks] == [10 << 20, 30 << 20]
+    assert report.peak_memory == 30 << 20
+
+
 def test_a_healthy_step_has_no_findings(tmp_path):
     made = HandTrace()
     for number in (0, 1):
