@@ -88,7 +88,7 @@ def _cost_ms(lane: str, window: Window, detail: StepDetail) -> float:
 
 
 def _slows_down(detail: StepDetail) -> bool:
-    """Whether a save costs more beside the step than in it; a smaller slowdown is hard to tell from chance."""
+    """Whether a save costs more beside the step than in it; a smaller slowdown may be chance."""
     cost = detail.checkpoint
     return cost is not None and (cost.slowdown_ms or 0.0) > cost.stall_ms
 
