@@ -136,13 +136,24 @@ def test_the_fix_depends_on_what_is_there(monkeypatch):
 
 
 def test_a_source_that_is_too_slow_is_told_from_one_that_is_irregular(monkeypatch):
-    for make_ms, word in ((30, "num_workers="), (10, "depth=")):
+    for make_ms, word in ((22, "num_workers="), (10, "depth=")):  # of a step of 23 ms, 4 of them waiting
         run = Run(monkeypatch, ours=("loader",))
-        for _ in range(4):
+        for _ in range(9):
             end = run.clock.host + 1
             run.loader.publish(Span("input", "make", end - make_ms * MS, end))
             run.step(input=4)
         assert word in fix_of(run, "input")
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_a_lane_does_beside_a_step_counts_once_and_for_every_step(monkeypatch, every):
+    run = Run(monkeypatch, ours=("loader",), every=every)
+    for _ in range(60):
+        end = run.clock.host + 1
+        run.loader.publish(*(Span("input", name, end - 7 * MS, end) for name in ("source", "transform")))
+        run.step(input=4)
+    assert by_name(run.meter.report())["batch ready"].evidence.endswith("7.00 ms a step beside it")
+    assert "raise depth=" in fix_of(run, "input")
 
 
 def test_gathers_and_reductions_have_their_own_fixes(monkeypatch):

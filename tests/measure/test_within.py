@@ -138,7 +138,7 @@ def test_a_save_costs_its_stall_and_what_it_slows_down_over_its_interval(loop):
     assert (cost.stall_ms, cost.slowdown_ms) == (5, 4)
     assert cost.amortised_ms == pytest.approx((2 * 5 + 2 * 4) / 8)
     (finding,) = loop.meter.report().findings
-    assert (finding.lane, finding.gain_ms) == ("checkpoint", pytest.approx(2.25))
+    assert (finding.lane, finding.gain_ms) == ("checkpoint", 1.25)  # of it what the step stood still for
 
 
 def test_steps_that_differ_anyway_are_no_slowdown(loop):

@@ -230,3 +230,24 @@ def test_bad_models():
         twice = ok.replicate(gpt())
         with pytest.raises(ValueError, match="wrapped in DistributedDataParallel already"):
             ok.replicate(twice)
+
+
+def test_a_plan_decides_recomputation_with_and_without_a_group():
+    plan = ShardPlan(bucket_caps_mb=(0.001,), recompute="every:2")
+
+    def recomputing(model: nn.Module) -> list[bool]:
+        return ["forward" in vars(block) for block in model.blocks]
+
+    def job(rank: int) -> tuple[list[bool], float]:
+        model = gpt()
+        truth = trained_alone(model)
+        replica = ok.replicate(model, plan=plan)
+        train(replica, half(rank))
+        return recomputing(model), max(worst_error(replica, truth))
+
+    assert recomputing(ok.replicate(gpt(), plan=plan)) == [True, False, True]
+    for found, error in run_ranks(2, job):
+        assert found == [True, False, True]
+        assert error < 2e-6
+    with pytest.raises(ValueError, match="recompute='every:2': Linear has no repeated blocks"):
+        ok.replicate(nn.Linear(2, 2), plan=plan)

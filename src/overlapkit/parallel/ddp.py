@@ -9,6 +9,7 @@ import torch.nn as nn
 
 from overlapkit.device import has_process_group, rank_and_world
 from overlapkit.parallel.preconditions import check_model
+from overlapkit.parallel.recomputing import recompute
 from overlapkit.parallel.shard_plan import ShardPlan, fill
 from overlapkit.parallel.structure import can_forward
 
@@ -52,7 +53,8 @@ def replicate(
         mesh: 1-D: over which ranks; None for all ranks of the default process group.
         bucket_cap_mb: Size of a bucket in MiB; the first bucket has 1 at most. None for DDP's 25.
         plan: Its `bucket_caps_mb`, where set, are the buckets' sizes in the order in which gradients become
-            ready; the last one is that of all further buckets.
+            ready; the last one is that of all further buckets. Its `recompute`, where set, is applied first,
+            also in one process: see `recompute`.
         compress: "bf16" or "fp16": gradients are divided by the number of ranks, rounded to that dtype,
             summed in it, and written back. What overflows arrives as inf on every rank, where a GradScaler
             sees it.
@@ -68,6 +70,7 @@ def replicate(
         RuntimeError: WORLD_SIZE is set above 1 and there is no process group.
     """
     caps = _caps(bucket_cap_mb, plan)
+    policy = None if plan is None else plan.recompute
     check_model(model, "replicate")
     _check_options(model, compress, static_graph, find_unused_parameters, broadcast_buffers)
     rank_and_world()
@@ -77,9 +80,10 @@ def replicate(
                 f"compress={compress!r} needs a process group, and this process has none: leave it out, "
                 "or launch with torchrun"
             )
-        return model
+        return recompute(model, policy)
     group = _group(model, mesh)
     _check_sparse(model, group, compress)
+    recompute(model, policy)
     from overlapkit.parallel.replica import Replica
 
     wrapped = Replica(

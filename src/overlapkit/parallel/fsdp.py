@@ -11,6 +11,7 @@ import torch.nn as nn
 from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
 from overlapkit.parallel.merging import MIN_UNIT_MB
+from overlapkit.parallel.leftovers import Leftovers
 from overlapkit.parallel.meshes import must_agree
 from overlapkit.parallel.offload import offloaded, resolve_offload
 from overlapkit.parallel.preconditions import check_holders
@@ -163,8 +164,6 @@ def shard(
     _apply(sharding, schedule, offload_policy)
     if offload_policy is not None:
         offloaded.add(model)
-    if sharding.freed_after_inference:
-        _free_after_inference(model, sharding.freed_after_inference)
     _done[model] = description
     return model
 
@@ -245,19 +244,8 @@ def _apply(sharding: Sharding, schedule: Schedule, offload: "OffloadPolicy | Non
     if sharding.policy and sharding.policy.param_dtype:
         train_later(sharding.model, sharding.units)
     schedule.apply(sharding)
+    Leftovers(sharding.model, [first(unit) for unit in sharding.units])
 
 
 def _size(unit: Unit) -> int:
     return sum(1 for module in unit.modules for _ in module.modules())
-
-
-def _free_after_inference(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Without a backward nothing else frees what is kept for one: it goes stale (pytorch#149029, #147179)."""
-    kept = [first(unit) for unit in units]
-
-    def free(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            for each in kept:
-                each.reshard()
-
-    model.register_forward_hook(torch.compiler.disable(free))  # no graph can hold it

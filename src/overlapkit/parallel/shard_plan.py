@@ -21,7 +21,7 @@ _RECOMPUTE = re.compile(r"none|full|selective|every:[1-9][0-9]*")
 class ShardPlan:
     """Decisions for one model and one job; None stands for "not decided", and the usual rule holds.
 
-    `shard` takes all but `bucket_caps_mb`, which is for `replicate`, and `checkpoint_every`, which is for
+    `shard` takes all but `bucket_caps_mb`; `replicate` takes that and `recompute`; `checkpoint_every` is for
     `Checkpointer(every=)`. It must be the same on every rank. JSON round trip: `to_json`, `from_json`, `save`
     and `load`.
 

@@ -37,8 +37,6 @@ class Sharding:
         copies: How many copies of each shard there are: 1, but with a 2-D mesh.
         shards: How many ranks share each parameter.
         reduce_unused: Whether a parameter without a gradient is reduced as zero; None for where torch can.
-        freed_after_inference: Units that forward leaves gathered, whole or among fewer ranks, for a backward
-            that a forward without gradients does not have.
     """
 
     model: nn.Module
@@ -51,7 +49,6 @@ class Sharding:
     copies: int
     shards: int
     reduce_unused: bool | None
-    freed_after_inference: list[Unit]
 
     @classmethod
     def of(
@@ -120,7 +117,6 @@ class Sharding:
             copies,
             shards,
             reduce_unused,
-            [unit for unit in resolved if unit.reshard is not True],
         )
 
     def description(self) -> Description:

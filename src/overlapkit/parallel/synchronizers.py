@@ -1,7 +1,7 @@
 """The parts of a model that synchronise gradients, ours or torch's, and the switches that they have for it.
 
 FSDP2 tells nobody how its switches stand, over which ranks it averages, or what it has accumulated: that is
-read from its state here, and nowhere else.
+read from its state here, and (in the middle of a step) by `leftovers`.
 """
 
 import functools
@@ -35,7 +35,7 @@ class Switches(NamedTuple):
     def of(cls, module: Any) -> "Switches":
         """As they are."""
         finish = module._get_fsdp_state()._state_ctx.is_last_backward
-        if not (groups := _groups(module)):
+        if not (groups := groups_of(module)):
             return cls(finish=finish)
         group = groups[0]
         return cls(group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward, finish)
@@ -91,7 +91,7 @@ class Synchronizers:
             replica.require_backward_grad_sync = before and (now or (first and unseen))
         for module, was in zip(self._sharded, self._was, strict=True):
             if last:
-                self._hooks += [hook for group in _groups(module) for hook in _widen_late(group)]
+                self._hooks += [hook for group in groups_of(module) for hook in _widen_late(group)]
             Switches(
                 reduce=was.reduce and (now or defer == "all_reduce"),
                 all_reduce=was.all_reduce and now,
@@ -147,8 +147,8 @@ class Synchronizers:
             state = module._get_fsdp_state()
             if state._is_root and hasattr(module, "reset_iter_state"):
                 module.reset_iter_state()  # an error may have come in the middle of forward or backward
-            for group in _groups(module):
-                _forget(group)
+            for group in groups_of(module):
+                forget(group)
             module.reshard()  # parameters that were kept would not see the optimizer's step
         if not synchronised:
             for parameter in self._model.parameters():
@@ -156,7 +156,7 @@ class Synchronizers:
 
     def _averaging(self) -> tuple[list[dist.ProcessGroup], float, torch.device]:
         found: list[_Averaging] = [([part.process_group], None, part.device) for part in self._replicas]
-        found += [_averages(group) for module in self._sharded for group in _groups(module)]
+        found += [_averages(group) for module in self._sharded for group in groups_of(module)]
         if not found:
             parameter = next(self._model.parameters(), None)
             return [], 1.0, torch.device("cpu") if parameter is None else parameter.device
@@ -176,7 +176,7 @@ class Synchronizers:
         return groups, divisor or size, device
 
 
-def _groups(module: Any) -> list[Any]:
+def groups_of(module: Any) -> list[Any]:
     """FSDP2's parameter groups of a module; before torch 2.12 there was one at most."""
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
@@ -194,7 +194,7 @@ def _averages(group: Any) -> _Averaging:
 
 def _stays_gathered(module: Any) -> bool:
     """Whether its parameters stay between forward and backward: then there is room for them always."""
-    return all(group.post_forward_mesh_info is None for group in _groups(module))
+    return all(group.post_forward_mesh_info is None for group in groups_of(module))
 
 
 def _backwards(replica: Any) -> int | None:
@@ -211,12 +211,13 @@ def _accumulated(module: Any) -> bool:
     return bool(reducing) or any(
         it.unsharded_accumulated_grad is not None
         or (hasattr(it, "_unsharded_param") and it._unsharded_param.grad is not None)
-        for group in _groups(module)
+        for group in groups_of(module)
         for it in group.fsdp_params
     )
 
 
-def _forget(group: Any) -> None:
+def forget(group: Any) -> None:
+    """Drop gradients that FSDP2 keeps aside, whole or partly reduced."""
     group._partial_reduce_output = None
     for parameter in group.fsdp_params:
         parameter.unsharded_accumulated_grad = None

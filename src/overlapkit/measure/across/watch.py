@@ -110,8 +110,8 @@ class _Post:
     def talk(self) -> None:
         """The thread that talks to the store."""
         try:
+            last = False
             while True:
-                last = self.stop.wait(self._beat_s) or self.progress.left
                 self._awake()
                 where = self.progress.look() if last else self._where
                 self._ask("set", self._key(self._rank), json.dumps(where.to_dict()))
@@ -119,6 +119,7 @@ class _Post:
                     return
                 if where.still_s >= self._timeout / 2 and not self._acted:
                     self._look_around(where)
+                last = self.stop.wait(self._beat_s) or self.progress.left
         except Exception as error:  # whoever serves the store is gone: the other thread will say so
             self._error = f"{type(error).__name__}: {error}"
 
@@ -208,7 +209,8 @@ class _Post:
         said.update((rank, one.where) for rank, one in told.items())
         silent.update((rank, 0.0) for rank in awaited if rank not in told and rank not in silent)
         silent = {rank: max(quiet_s, time.time() - said[rank].at) for rank, quiet_s in silent.items()}
-        return make_report(told, said, silent, where.still_s)
+        unheard = [rank for rank in range(self._world) if rank not in said]
+        return make_report(told, said, silent, where.still_s, unheard)
 
     def _alone(self, where: Where, deaf_s: float) -> HangReport:
         """What can be said without the others."""
