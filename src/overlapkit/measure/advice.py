@@ -70,6 +70,8 @@ def find(
         cost = _cost_ms(lane, window, detail)
         if lane == "communication" and left is not None:
             cost = min(cost, left)
+            if cost < found[0].exposed_ms / 5:  # measured in its shadow: mend that first
+                continue
         share = cost / window.period_ms if window.period_ms else 0.0
         if share >= _NOTABLE[lane]:
             found.append(Finding(lane, cost, share, *fix(window, detail), cost))
