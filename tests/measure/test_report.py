@@ -201,6 +201,15 @@ def test_communication_left_is_the_tail_where_it_is_told(monkeypatch):
     assert answer.evidence.startswith("5.00 ms exposed in all; ")
 
 
+def test_no_other_finding_than_a_late_rank_hides_the_communication(monkeypatch):
+    ranks = Ranks(8, 1, 4, 4, {}, 8, 0.0, (), False, 2.0, 0.0, 30.0, (), (), None)
+    run = Run(monkeypatch)
+    for _ in range(4):
+        run.step(input=15, communication=2)
+    monkeypatch.setattr(run.meter._across, "ranks", lambda patience: ranks)
+    assert [one.lane for one in run.meter.report().findings] == ["input", "communication"]
+
+
 def test_a_run_whose_ranks_do_not_come_together_is_not_called_healthy(monkeypatch):
     late = LateRank(3, 4, 4, 9.0, None, 0.0, None)
     parts = {"communication": RankPart(3.0, 12.0, 1, 9.0)}
@@ -210,7 +219,7 @@ def test_a_run_whose_ranks_do_not_come_together_is_not_called_healthy(monkeypatc
         run.step(communication=12)
     monkeypatch.setattr(run.meter._across, "ranks", lambda patience: ranks)
     report = run.meter.report()
-    assert report.findings == ()
+    assert report.findings == ()  # of communication: 0.1 ms of transfer
     assert report.verdict.startswith("Ranks wait for each other for 9.0 ms, 30% of a step of 30.0 ms")
     mismatch = Mismatch("", "collective 7", (3,), "all_reduce (4,)", "all_reduce (8,)")
     differing = replace(ranks, late=(), mismatches=(mismatch,))
