@@ -5,13 +5,12 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.nn as nn
 
 from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
-from overlapkit.parallel.merging import MIN_UNIT_MB
 from overlapkit.parallel.leftovers import Leftovers
+from overlapkit.parallel.merging import MIN_UNIT_MB
 from overlapkit.parallel.meshes import must_agree
 from overlapkit.parallel.offload import offloaded, resolve_offload
 from overlapkit.parallel.preconditions import check_holders

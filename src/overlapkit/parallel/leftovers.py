@@ -1,4 +1,4 @@
-"""What a forward leaves gathered, and what an exception leaves half done: nothing of it reaches the next step."""
+"""What a forward leaves gathered and an exception half done does not reach the next step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from overlapkit.parallel.traffic import in_backward
 
 
 class Leftovers:
-    """Frees what forward gathered for a backward that does not come: optimizers would change weights under it.
+    """Frees what forward gathered for a backward that does not come: weights change, the copies would not.
 
-    FSDP2 frees in backward only. Gathered copies outlive a forward without gradients (pytorch#149029, #147179),
-    one whose loss is thrown away, and one that raised; so does an all-gather for a unit that forward did not
-    reach. After an exception FSDP2 also takes itself for being in the middle of a step, and no later backward
-    would reduce the root's gradients.
+    FSDP2 frees in backward only. Gathered copies outlive a forward without gradients (pytorch#149029,
+    #147179), one whose loss is thrown away, and one that raised; so does an all-gather for a unit that forward
+    did not reach. After an exception FSDP2 also takes itself for being in the middle of a step, and no later
+    backward would reduce the root's gradients.
 
     Args:
         model: The root, sharded.
