@@ -243,7 +243,7 @@ def _apply(sharding: Sharding, schedule: Schedule, offload: "OffloadPolicy | Non
     if sharding.policy and sharding.policy.param_dtype:
         train_later(sharding.model, sharding.units)
     schedule.apply(sharding)
-    Leftovers(sharding.model, [first(unit) for unit in sharding.units])
+    Leftovers(sharding.model, [unit.modules for unit in sharding.units])
 
 
 def _size(unit: Unit) -> int:
