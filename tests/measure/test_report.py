@@ -6,6 +6,7 @@ from torch import nn
 
 from overlapkit.measure import StepMeter
 from overlapkit.measure import meter as module
+from overlapkit.measure.across.ranks import LateRank, Ranks
 from overlapkit.measure.memory import Peak
 from overlapkit.span import Span
 from tests.fake_clock import FakeClock, FakeComponent
@@ -135,19 +136,31 @@ def test_the_fix_depends_on_what_is_there(monkeypatch):
 
 
 def test_a_source_that_is_too_slow_is_told_from_one_that_is_irregular(monkeypatch):
-    for make_ms, word in ((30, "num_workers="), (10, "depth=")):
+    for make_ms, word in ((22, "num_workers="), (10, "depth=")):  # of a step of 23 ms, 4 of them waiting
         run = Run(monkeypatch, ours=("loader",))
-        for _ in range(4):
+        for _ in range(9):
             end = run.clock.host + 1
             run.loader.publish(Span("input", "make", end - make_ms * MS, end))
             run.step(input=4)
         assert word in fix_of(run, "input")
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_a_lane_does_beside_a_step_counts_once_and_for_every_step(monkeypatch, every):
+    run = Run(monkeypatch, ours=("loader",), every=every)
+    for _ in range(60):
+        end = run.clock.host + 1
+        run.loader.publish(*(Span("input", name, end - 7 * MS, end) for name in ("source", "transform")))
+        run.step(input=4)
+    assert by_name(run.meter.report())["batch ready"].evidence.endswith("7.00 ms a step beside it")
+    assert "raise depth=" in fix_of(run, "input")
+
+
 def test_gathers_and_reductions_have_their_own_fixes(monkeypatch):
     for name, word in (
         ("wait all_gather blocks.1", "forward_prefetch"),
         ("reduce_scatter x", "larger batch"),
+        ("all_reduce blocks.1", "larger batch"),  # of shard on a 2-D mesh, which has no buckets
     ):
         run = Run(monkeypatch)
         for _ in range(3):
@@ -156,6 +169,50 @@ def test_gathers_and_reductions_have_their_own_fixes(monkeypatch):
             run.clock.host += 4 * MS
             run.comm.publish(Span("communication", name, start, run.clock.host, exposed=True))
         assert word in fix_of(run, "communication")
+
+
+def test_what_is_waited_for_in_a_pause_is_no_reason_for_a_fix(monkeypatch):
+    run = Run(monkeypatch)
+    for _ in range(3):
+        run.step(communication=4)
+        with run.meter.pause():  # an evaluation of a sharded model
+            start = run.clock.host
+            run.clock.host += 90 * MS
+            run.comm.publish(
+                Span("communication", "wait all_gather blocks.1", start, run.clock.host, exposed=True)
+            )
+    assert "bucket_cap_mb" in fix_of(run, "communication")
+
+
+def test_communication_left_is_the_tail_where_it_is_told(monkeypatch):
+    run = Run(monkeypatch)
+    for _ in range(3):
+        start = run.clock.host
+        run.clock.host += 4 * MS
+        run.comm.publish(
+            Span("communication", "wait all_gather blocks.1", start, run.clock.host, exposed=True)
+        )
+        run.step(communication=1)
+    answer = by_name(run.meter.report())["communication left"]
+    assert answer.value == pytest.approx(1)
+    assert answer.verdict == "exposed 1.00 ms, 4.2%"
+    assert answer.evidence.startswith("5.00 ms exposed in all; ")
+
+
+def test_a_late_rank_and_a_long_tail_have_a_fix_each(monkeypatch):
+    late = LateRank(3, 4, 4, 9.0, "backward", 9.0, None)
+    ranks = Ranks(8, 1, 4, 4, {}, 8, 9.0, (late,), False, 3.0, 9.0, 33.0, (), (), None)
+    run = Run(monkeypatch)
+    for _ in range(4):
+        run.step(communication=12)
+    monkeypatch.setattr(run.meter._across, "ranks", lambda patience: ranks)
+    report = run.meter.report()
+    assert [one.gain_ms for one in report.findings] == [9, 3]
+    answers = by_name(report)
+    assert answers["ranks together"].fix == report.findings[0].fix
+    assert answers["ranks together"].fix.startswith("rank 3: it computes longer in backward")
+    assert answers["communication left"].fix == report.findings[0].fix
+    assert "bucket_cap_mb" in answers["buckets ready"].fix
 
 
 def test_saves_that_come_too_fast_are_told_from_slow_staging(monkeypatch):
@@ -244,6 +301,7 @@ def test_who_made_the_peak(monkeypatch, peak, saves, verdict, evidence):
     assert answer.verdict == verdict
     assert answer.evidence.endswith(evidence)
     assert answer.value == run.meter.last.peak_memory / 2**20
+    assert (answer.fix is not None) == (verdict in ("optimizer", "checkpoint, perhaps"))
 
 
 def test_a_meter_that_measured_nothing_says_so(tmp_path):

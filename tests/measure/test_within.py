@@ -73,6 +73,13 @@ def test_a_bucket_that_tells_no_readiness_has_its_begin_only(loop):
     assert (bucket.ready_ms, bucket.start_ms) == (None, 5)
 
 
+def test_a_bucket_that_is_reduced_after_its_backward_still_belongs_to_it(loop):
+    for _ in range(2):
+        loop.step(lambda begun: [reduced("all_reduce last", 11, 13, 15)(begun)], inside=20)
+    (bucket,) = loop.detail.buckets
+    assert (bucket.ready_ms, bucket.start_ms, bucket.end_ms) == (11, 13, 15)
+
+
 def test_gathers_show_what_the_step_stood_still_for(loop):
     def spans(begun):
         wait = Span("communication", "wait all_gather blocks.1", begun, begun + 3 * MS, exposed=True)
@@ -86,6 +93,25 @@ def test_gathers_show_what_the_step_stood_still_for(loop):
     worst, other = loop.detail.gathers
     assert (worst.unit, worst.exposed_ms, worst.bytes) == ("blocks.1", 3, 100)
     assert (other.unit, other.exposed_ms) == ("blocks.0", 0)
+
+
+def test_gathers_of_an_evaluation_are_none_of_the_step(loop):
+    def gathered():
+        start = loop.clock.host
+        loop.clock.host += 3 * MS
+        loop.comm.publish(
+            Span("communication", "all_gather a", start, loop.clock.host, 100),
+            Span("communication", "wait all_gather a", start, loop.clock.host, exposed=True),
+        )
+
+    for _ in range(3):
+        gathered()
+        loop.step()
+        with loop.meter.pause():
+            for _ in range(5):
+                gathered()
+    (one,) = loop.detail.gathers
+    assert (one.exposed_ms, one.bytes) == (3, 100)
 
 
 def test_microbatches_are_told_apart_and_odd_steps_left_out(loop):
@@ -112,7 +138,7 @@ def test_a_save_costs_its_stall_and_what_it_slows_down_over_its_interval(loop):
     assert (cost.stall_ms, cost.slowdown_ms) == (5, 4)
     assert cost.amortised_ms == pytest.approx((2 * 5 + 2 * 4) / 8)
     (finding,) = loop.meter.report().findings
-    assert (finding.lane, finding.gain_ms) == ("checkpoint", pytest.approx(2.25))
+    assert (finding.lane, finding.gain_ms) == ("checkpoint", 1.25)  # of it what the step stood still for
 
 
 def test_steps_that_differ_anyway_are_no_slowdown(loop):
@@ -129,6 +155,17 @@ def test_a_slowdown_is_unknown_where_every_step_saves(loop):
         loop.step()
     assert loop.detail.checkpoint.slowdown_ms is None
     assert loop.detail.checkpoint.amortised_ms == 1
+
+
+def test_a_window_longer_than_the_steps_whose_times_are_kept_counts_all_its_saves(loop):
+    for step in range(401):
+        if step % 200 == 150:
+            save(loop, stall=40, work=10)
+        loop.step()
+    cost = loop.meter.report(window=400).detail.checkpoint
+    assert (cost.saves, cost.stall_ms, cost.slowdown_ms) == (2, 40, 0)
+    assert cost.interval == pytest.approx(200, rel=0.01)
+    assert cost.amortised_ms == pytest.approx(0.2, rel=0.01)
 
 
 def test_slow_steps_beside_a_save_are_named(loop):

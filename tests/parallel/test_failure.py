@@ -126,3 +126,13 @@ def test_processes_that_live_and_that_do_not():
     assert not failure._lives(child), "it ended, though nobody has reaped it"
     os.waitpid(child, 0)
     assert not failure._lives(child)
+
+
+def test_a_process_that_is_reaped_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    def gone(path: str) -> Any:
+        raise ProcessLookupError  # what a read of /proc/PID/stat raises then
+
+    monkeypatch.setattr("builtins.open", gone)
+    alive, dead = failure._lives(os.getpid()), failure._lives(2**22 + 1)  # above any process's id
+    monkeypatch.undo()
+    assert (alive, dead) == (True, False)

@@ -70,6 +70,8 @@ def find(
         cost = _cost_ms(lane, window, detail)
         if lane == "communication" and left is not None:
             cost = min(cost, left)
+            if cost < found[0].exposed_ms / 5:  # measured in its shadow: mend that first
+                continue
         share = cost / window.period_ms if window.period_ms else 0.0
         if share >= _NOTABLE[lane]:
             found.append(Finding(lane, cost, share, *fix(window, detail), cost))
@@ -81,9 +83,16 @@ def _cost_ms(lane: str, window: Window, detail: StepDetail) -> float:
     """What a lane costs a step, as far as it is known."""
     if lane == "other" and window.parts["forward"].mean_ms is None:
         return 0.0  # it holds the compute as well then
-    if lane == "checkpoint" and detail.checkpoint is not None:
+    if lane == "checkpoint" and _slows_down(detail):
+        assert detail.checkpoint is not None
         return detail.checkpoint.amortised_ms
     return window.parts[lane].mean_ms or 0.0
+
+
+def _slows_down(detail: StepDetail) -> bool:
+    """Whether a save costs more beside the step than in it; a smaller slowdown may be chance."""
+    cost = detail.checkpoint
+    return cost is not None and (cost.slowdown_ms or 0.0) > cost.stall_ms
 
 
 def _compute(window: Window, products: Mapping[Product, int]) -> list[Finding]:
@@ -159,7 +168,7 @@ def _communication(window: Window, detail: StepDetail) -> tuple[str, str]:
         )
     waits = window.waits("communication")
     gathers = sum(time for name, time in waits.items() if "all_gather" in name)
-    buckets = sum(time for name, time in waits.items() if "all_reduce" in name)
+    buckets = sum(time for name, time in waits.items() if name == "all_reduce tail")
     if buckets > sum(waits.values()) / 2:
         return "replicate", "try a smaller bucket_cap_mb=, so that less is left when backward ends"
     if gathers > sum(waits.values()) / 2:
@@ -169,7 +178,7 @@ def _communication(window: Window, detail: StepDetail) -> tuple[str, str]:
 
 def _checkpoint(window: Window, detail: StepDetail) -> tuple[str, str]:
     cost = detail.checkpoint
-    if cost is not None and cost.slowdown_ms is not None and cost.slowdown_ms > cost.stall_ms:
+    if cost is not None and _slows_down(detail):
         return (
             "Checkpointer",
             f"raise every=: the steps beside a save are {cost.slowdown_ms:.1f} ms longer in all, so it takes "

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from overlapkit.measure.across.words import is_late, tail_split, together
+from overlapkit.measure.across.words import is_late, remedy, tail_split, together
 from overlapkit.measure.advice import Finding, is_notable
 from overlapkit.measure.detail import StepDetail
 from overlapkit.measure.memory import Peak
@@ -11,6 +11,7 @@ from overlapkit.measure.record import backwards
 from overlapkit.measure.summary import Window
 
 MIB = 2**20
+_SAME = 0.01  # of the exposed communication: less is no part of its own
 
 _QUESTIONS = {
     "batch ready": "Was the next batch ready?",
@@ -50,13 +51,13 @@ def answer(
     window: Window, peak: Peak | None, findings: Sequence[Finding], detail: StepDetail
 ) -> tuple[Answer, ...]:
     """The seven answers, in order."""
-    fixes = {finding.lane: finding.fix for finding in findings}
+    fixes = {finding.lane: finding.fix for finding in reversed(findings)}  # of a lane's two, the costlier
     return (
         _exposure("batch ready", window, "input", fixes),
         _exposure("copy overlapped", window, "transfer", fixes),
         _compute_fed(window, fixes),
-        _buckets(window),
-        _arrival(window, fixes),
+        _buckets(window, next((one.fix for one in findings if one.component == "replicate"), None)),
+        _arrival(window),
         _left(window, fixes),
         _peak(window, peak, detail),
     )
@@ -105,7 +106,7 @@ def _compute_fed(window: Window, fixes: dict[str, str]) -> Answer:
     return say(name, other.mean_ms, "ms", verdict, evidence, fixes.get("other"))
 
 
-def _buckets(window: Window) -> Answer:
+def _buckets(window: Window, fix: str | None) -> Answer:
     name = "buckets ready"
     if "model" not in window.coverage.taps:
         return unmeasured(name, "ms", window.coverage.missing("communication") or "")
@@ -124,24 +125,31 @@ def _buckets(window: Window) -> Answer:
                 f"last {ready[-1][1]}"
             )
             last = ready[-1][0] / 1e6
-            return say(name, last, "ms", f"after {last:.1f} of {(end - begin) / 1e6:.1f} ms", evidence)
+            return say(name, last, "ms", f"after {last:.1f} of {(end - begin) / 1e6:.1f} ms", evidence, fix)
     return unmeasured(name, "ms", "no reduction was published within backward")
 
 
-def _arrival(window: Window, fixes: dict[str, str]) -> Answer:
+def _arrival(window: Window) -> Answer:
     if isinstance(window.ranks, str):
         return unmeasured("ranks together", "ms", window.ranks)
     value, verdict, evidence = together(window.ranks)
     if not value and not window.ranks.collectives and window.ranks.unseen:
         return unmeasured("ranks together", "ms", window.ranks.unseen)
-    fix = fixes.get("communication") if is_late(window.ranks) else None
+    fix = ": ".join(remedy(window.ranks)) if is_late(window.ranks) else None
     return say("ranks together", value, "ms", verdict, evidence, fix)
 
 
 def _left(window: Window, fixes: dict[str, str]) -> Answer:
-    left = _exposure("communication left", window, "communication", fixes)
-    split = None if isinstance(window.ranks, str) or left.value is None else tail_split(window.ranks)
-    return left if split is None else replace(left, evidence=f"{split}; {left.evidence}")
+    whole = _exposure("communication left", window, "communication", fixes)
+    if whole.value is None:
+        return whole
+    split = None if isinstance(window.ranks, str) else tail_split(window.ranks)
+    evidence = f"{split}; {whole.evidence}" if split is not None else whole.evidence
+    tail, period = window.tail_ms(), window.period_ms
+    if tail is None or not period or whole.value - tail < _SAME * whole.value:
+        return replace(whole, evidence=evidence)
+    evidence = f"{whole.value:.2f} ms exposed in all; {evidence}"
+    return replace(whole, value=tail, verdict=judge("communication", tail, tail / period), evidence=evidence)
 
 
 def _peak(window: Window, peak: Peak | None, detail: StepDetail) -> Answer:
@@ -156,7 +164,13 @@ def _peak(window: Window, peak: Peak | None, detail: StepDetail) -> Answer:
     verdict = {None: "unknown", "optimizer": "optimizer"}.get(peak.phase, "no")
     if peak.phase == "outside" and any(span.lane == "checkpoint" for span in window.spans):
         verdict = "checkpoint, perhaps"
-    return say(name, highest / MIB, "MiB", verdict, evidence)
+    return say(name, highest / MIB, "MiB", verdict, evidence, _LESS.get(verdict))
+
+
+_LESS = {
+    "optimizer": 'overlapkit.AdamW: moments="bf16" or "int8" take a half or a quarter of the memory of fp32',
+    "checkpoint, perhaps": "Checkpointer: a save copies the state; in_flight=1 holds one copy at a time",
+}
 
 
 def _by_phase(detail: StepDetail) -> str:

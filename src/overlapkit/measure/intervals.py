@@ -3,7 +3,8 @@
 Exposed time is the length of a union: two spans that overlap, or that were recorded twice, count once.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 
 Interval = tuple[int, int]
 Intervals = list[Interval]
@@ -76,3 +77,17 @@ def cut(a: Intervals, start: int, end: int) -> tuple[Intervals, Intervals]:
 def length(a: Intervals) -> int:
     """The time covered."""
     return sum(end - start for start, end in a)
+
+
+def within(whole: Intervals) -> Callable[[int, int], int]:
+    """A function that tells how much of the time from a start to an end lies in the set."""
+    starts = [start for start, _ in whole]
+    before = [0]
+    for start, end in whole:
+        before.append(before[-1] + end - start)
+
+    def until(moment: int) -> int:
+        place = bisect_right(starts, moment)
+        return before[place] - max(0, whole[place - 1][1] - moment) if place else 0
+
+    return lambda start, end: max(0, until(end) - until(start))

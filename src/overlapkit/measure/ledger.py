@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 from overlapkit.measure.intervals import Intervals
 from overlapkit.measure.pending import Pending
-from overlapkit.measure.record import Segment, Shares, StepRecord, microbatches, share_out
+from overlapkit.measure.record import WAITS, Segment, Shares, StepRecord, microbatches, share_out
 from overlapkit.measure.sources import Coverage
 from overlapkit.measure.timeline import Timeline
 from overlapkit.span import Span
 
 _TRACED = 100  # steps whose phases and collectives are kept: a report's usual window
+_PACE = 10  # steps that are set aside together: one by one they cost twice as much
+_ROOM = 4096  # spans: components and taps keep twice as many
 _BEHIND = 64  # steps that the device may lag; a host runs ahead by far fewer
 
 
@@ -80,6 +82,7 @@ class Ledger:
 
     Attributes:
         settled: How many steps have been set aside so far.
+        pace: After how many more steps to settle again, before what components publish is too much to keep.
         own: Spans that the meter itself saw, from whichever thread; taken by settle().
         lock: Held while records are worked out; hold it to read several of the lists as they belong together.
     """
@@ -87,6 +90,7 @@ class Ledger:
     def __init__(self, coverage: Coverage, history: int) -> None:
         self.coverage = coverage
         self.settled = 0
+        self.pace = 1
         self.own: deque[Span] = deque(maxlen=1024)
         self.lock = threading.RLock()
         self._history = history
@@ -154,7 +158,9 @@ class Ledger:
                 over.append((self._waiting.popleft(), segments))
                 step.timeline.release()
             if over:
-                self._aside.append((over, self._take_spans()))
+                spans = self._take_spans()
+                self.pace = min(_PACE, max(1, _ROOM * len(over) // (len(spans) or 1)))
+                self._aside.append((over, spans))
                 self._forget_the_oldest()
             self.settled += len(over)
         finally:
@@ -186,9 +192,12 @@ class Ledger:
     def _enter(self, step: Finished, segments: list[Segment]) -> None:
         ended, waits = self._pending.take(segments, on_device=step.on_device)
         shares = share_out(segments, waits, on_device=step.on_device)
+        pauses = [part for part in segments if part.kind == "paused"]
         by_lane: dict[str, list[Span]] = {}
         for span in ended:
-            by_lane.setdefault(span.lane, []).append(span)
+            cut_out = any(part.start <= span.start and span.end <= part.end for part in pauses)
+            if not cut_out or span.lane == "checkpoint":  # a save counts wherever it is made
+                by_lane.setdefault(span.lane, []).append(span)
         self._records.append(self._record(step, segments, shares, by_lane))
         self._compiled.extend((step.number, span) for span in by_lane.get("compilation", ()))
         collectives = tuple(by_lane.get("communication", ()))
@@ -204,6 +213,7 @@ class Ledger:
             if counted:
                 moved[lane] = sum(counted)
         known = self.coverage.known(fed=step.fed)
+        unknown = sum(parts[lane] for lane in WAITS if lane not in known)
         return StepRecord(
             index=step.number,
             period=parts["period"],
@@ -214,7 +224,7 @@ class Ledger:
             communication=parts["communication"] if "communication" in known else None,
             checkpoint=parts["checkpoint"] if "checkpoint" in known else None,
             input=parts["input"] if "input" in known else None,
-            other=parts["other"],
+            other=parts["other"] + unknown,
             outside=parts["outside"],
             lane_bytes=moved,
             peak_memory=step.peak,

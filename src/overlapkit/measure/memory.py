@@ -7,6 +7,7 @@ the phase in which the number last grew still made the peak.
 """
 
 import contextlib
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +63,7 @@ class Peak:
 
 
 class PeakWatch:
-    """Follows the peak of this process from construction on.
+    """Follows the peak of this process from construction on; several may, though there is one record.
 
     Attributes:
         top: Where the highest point came from, once it has grown.
@@ -73,12 +74,18 @@ class PeakWatch:
         self._device = device
         self._latest = self._highest = peak_memory(device)
         self._own = False  # whether what is read next is the next phase's alone
+        self._ended = -1  # the step at whose end the record was read last
         self.top: Peak | None = None
         self.phases: dict[str, int] = {}
+        self._since = 0  # the highest that any watch has read since this one set the record back
+        _watching.add(self)
 
     def begin(self, step: int) -> None:
         """A step begins that is looked at closely."""
-        self.look(step, "outside")
+        if self._ended >= step - 1:
+            self.look(step, "outside")
+        else:
+            self._look_back(step - 1)
 
     def look(self, step: int, phase: str) -> None:
         """Read the peak at the end of a phase."""
@@ -86,7 +93,7 @@ class PeakWatch:
         if self._own and value is not None and phase != "paused":
             name = _FOLDED.get(phase, phase)
             self.phases[name] = max(value, self.phases.get(name, 0))
-        self._own = reset_peak(self._device)
+        self._own = self._reset()
 
     def after(self, step: int, phase: str | None) -> int | None:
         """The peak at the end of a step, in bytes, as last read."""
@@ -94,19 +101,36 @@ class PeakWatch:
         if looks_closely(step) and phase is not None:
             self.look(step, phase)
             self._own = self._own and follows
-        elif follows:  # what has grown unseen is not the doing of the next step's phases
-            self._read(step, None)
-            self._own = reset_peak(self._device)
+            self._ended = step
+        elif follows:
+            self._look_back(step)
+            self._ended = step
         return self._latest
+
+    def _look_back(self, step: int) -> None:
+        """What has grown unseen, up to the end of a step, is the doing of no phase."""
+        self._read(step, None)
+        self._own = self._reset()
 
     def _read(self, step: int, phase: str | None) -> int | None:
         value = peak_memory(self._device)
         if value is not None:
+            for one in list(_watching):  # whoever reads next may find the record set back
+                if one._device == self._device:
+                    one._since = max(value, one._since)
+            value = self._since
             self._latest = max(value, self._latest or 0)
         if value is not None and self._highest is not None and value > self._highest * _NOTABLE:
             self.top = Peak(value, value - self._highest, step, phase)
             self._highest = value
         return value
+
+    def _reset(self) -> bool:
+        self._since = 0
+        return reset_peak(self._device)
+
+
+_watching: "weakref.WeakSet[PeakWatch]" = weakref.WeakSet()
 
 
 def looks_closely(step: int) -> bool:

@@ -35,7 +35,7 @@ from overlapkit.measure.progress import ProgressLine, progress_line
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport, make_report
 from overlapkit.measure.sources import Coverage
-from overlapkit.measure.stepping import Step, each_step
+from overlapkit.measure.stepping import Step, each_step, is_measured
 from overlapkit.measure.timeline import Timeline
 from overlapkit.measure.tracing import StepTracer
 from overlapkit.span import Span
@@ -43,7 +43,6 @@ from overlapkit.span import Span
 T = TypeVar("T")
 
 _WINDOW = 100  # steps that a report covers
-_BATCH = 10  # steps that are recorded together
 
 
 class StepMeter:
@@ -69,7 +68,8 @@ class StepMeter:
         optimizer: A torch.optim.Optimizer. Without it, its step counts as backward.
         loader: Publishes input and transfer, or is any iterable that `steps()` is given.
         checkpointer: Publishes the lane checkpoint.
-        every: Measure every n-th step.
+        every: Measure one step in so many, now this one and now that, so that what the loop does every n-th
+            step (a save) is met as often as it happens.
         history: How many records are kept.
         peak_flops: Of the device, a second; None to look it up by the device's name and the model's dtypes.
         flops_per_token: Of the model, forward and backward; None to count the operators of a step, which
@@ -127,6 +127,7 @@ class StepMeter:
         self._clock: Clock | None = None
         self._inside = threading.Lock()  # held inside a step
         self._index = 0  # of the step that is on, or of the next one
+        self._settle_at = 1  # step after which the ledger settles
         self._told = 0  # windows that were reported
         self._closed = False
         self._phases = Phases(model, optimizer)
@@ -285,15 +286,17 @@ class StepMeter:
             companion.leave(self._index, whole=whole)
         self._index += whole
         phases.timeline = None
-        if self._index % self._every == 0:
-            phases.timeline = Timeline.after(timeline if whole else None, self._clock, "outside")
+        if is_measured(self._index, self._every):
+            kind = "paused" if phases.pauses else "outside"
+            phases.timeline = Timeline.after(timeline if whole else None, self._clock, kind)
         phases.inside = False
         self._inside.release()
         self._publish()
 
     def _publish(self) -> None:
-        if self._index % _BATCH == 0 or self._index % _WINDOW == 0:  # one by one they cost twice as much
+        if self._index >= self._settle_at or self._index % _WINDOW == 0:
             self._ledger.settle()
+            self._settle_at = self._index + self._ledger.pace
             if self._live.wants_reports and self._ledger.settled // _WINDOW > self._told:
                 self._told = self._ledger.settled // _WINDOW
                 self._live.report(self._report(_WINDOW, patience=0.0))

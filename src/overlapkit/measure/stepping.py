@@ -10,6 +10,8 @@ from overlapkit.span import Span
 
 T = TypeVar("T")
 
+_GOLDEN = 0.6180339887498949
+
 
 class Stepper(Protocol):
     """What is told of a step's edges."""
@@ -42,15 +44,26 @@ class Step:
         self._stepper._leave(self._tokens, fed=self._fed, whole=kind is None)
 
 
+def is_measured(step: int, every: int) -> bool:
+    """Whether a step is the one of its `every` that is measured, on all ranks alike.
+
+    Its place moves by the golden ratio (Weyl's sequence), which falls in step with no rhythm of the loop.
+    """
+    turn, place = divmod(step, every)
+    return place == int(every * (turn * _GOLDEN % 1.0))
+
+
 def each_step(stepper: Stepper, loader: Iterable[T], tokens: int | None) -> Iterator[T]:
     """Hand out the loader's batches, each in a step; what the loader takes for one is a wait."""
-    batches = iter(loader)
+    start = time.perf_counter_ns()
+    batches = iter(loader)  # what beginning and ending an epoch takes is the loader's doing, too
     while True:
-        start = time.perf_counter_ns()
         try:
             batch = next(batches)
         except StopIteration:
             return
-        stepper._drew(Span("input", "next", start, time.perf_counter_ns(), exposed=True))
+        finally:
+            stepper._drew(Span("input", "next", start, time.perf_counter_ns(), exposed=True))
         with Step(stepper, tokens, fed=True):
             yield batch
+        start = time.perf_counter_ns()

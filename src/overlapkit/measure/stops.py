@@ -79,11 +79,10 @@ class CompileWatch:
             handler = self._handler = getattr(callback, "callback_handler", None)
             if handler is None:
                 return
+            self.close = weakref.finalize(self, _leave, handler, self._start, self._end)
         if self._end not in handler.end_callbacks:
-            self.close()
             handler.register_start_callback(self._start)
             handler.register_end_callback(self._end)
-            self.close = weakref.finalize(self, _leave, handler, self._start, self._end)
 
 
 def _forget(callbacks: list[Any], callback: Any) -> None:

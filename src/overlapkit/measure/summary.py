@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlapkit.measure.across.ranks import Ranks
-from overlapkit.measure.intervals import length, union
+from overlapkit.measure.intervals import length, union, within
 from overlapkit.measure.ledger import Ledger, Trace
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.sources import Coverage
@@ -99,17 +99,28 @@ class Window:
         if not latest:
             return None
         start, end = latest[0].segments[0].start, latest[-1].segments[-1].end
-        work = [s.end - s.start for s in self.spans if s.lane == lane and not s.exposed]
-        mine = [s for s in self.spans if s.lane == lane and not s.exposed and start < s.end <= end]
-        return sum(s.end - s.start for s in mine) / 1e6 / len(latest) if work else None
+        work = [s for s in self.spans if s.lane == lane and not s.exposed]
+        busy = length(union((s.start, s.end) for s in work if start < s.end <= end))  # buckets overlap
+        steps = latest[-1].index - latest[0].index + 1  # with those between them that are not measured
+        return busy / 1e6 / steps if work else None
 
     def waits(self, lane: str) -> dict[str, int]:
-        """Nanoseconds waited for a lane, by the names of its waits, over the latest steps."""
+        """Nanoseconds that steps stood still for a lane, by the names of its waits, over the latest steps."""
+        felt = within(union(wait for trace in self.usual for wait in trace.waits.get(lane, ())))
         named: dict[str, int] = {}
         for span in self.spans:
-            if span.lane == lane and span.exposed:
-                named[span.name] = named.get(span.name, 0) + span.end - span.start
+            if span.lane == lane and span.exposed and (time := felt(span.start, span.end)):
+                named[span.name] = named.get(span.name, 0) + time
         return named
+
+    def tail_ms(self) -> float | None:
+        """Of a step's exposed communication, what was left after backward; None where that is not told."""
+        found, told = 0, False
+        for trace in self.usual:
+            felt = within(trace.waits.get("communication", []))
+            for span in (span for span in trace.collectives if span.name.endswith(" tail")):
+                found, told = found + felt(span.start, span.end), True
+        return found / len(self.usual) / 1e6 if told else None
 
     def _summary(self, part: str) -> PartSummary:
         times = [time for record in self.records if (time := getattr(record, part)) is not None]

@@ -16,6 +16,7 @@ from overlapkit.measure.detail import (
     StepDetail,
     Sync,
 )
+from overlapkit.measure.intervals import within
 from overlapkit.measure.ledger import Trace
 from overlapkit.measure.record import backwards
 from overlapkit.measure.speed import Speed
@@ -114,10 +115,12 @@ def _gathers(window: Window) -> tuple[Gather, ...] | str:
         return reason
     exposed: dict[str, int] = {}
     moved: dict[str, int] = {}
-    for span in (span for trace in window.usual for span in trace.collectives if _GATHER in span.name):
-        unit = span.name.split(_GATHER, 1)[1]
-        exposed[unit] = exposed.get(unit, 0) + (span.end - span.start if span.exposed else 0)
-        moved[unit] = moved.get(unit, 0) + (span.bytes or 0)
+    for trace in window.usual:
+        felt = within(trace.waits.get("communication", []))
+        for span in (span for span in trace.collectives if _GATHER in span.name):
+            unit = span.name.split(_GATHER, 1)[1]
+            exposed[unit] = exposed.get(unit, 0) + (felt(span.start, span.end) if span.exposed else 0)
+            moved[unit] = moved.get(unit, 0) + (span.bytes or 0)
     steps = len(window.usual)
     found = [
         Gather(unit, time / steps / 1e6, (moved[unit] / steps) or None) for unit, time in exposed.items()
@@ -166,31 +169,36 @@ def _io(window: Window, seen: Seen) -> JobIO | str:
 def _checkpoint(window: Window) -> CheckpointCost | str:
     if reason := window.coverage.missing("checkpoint"):
         return reason
-    traced = {trace.index: trace for trace in window.usual}
-    steps = [(record, traced[record.index]) for record in window.records if record.index in traced]
-    saves = sum(record.saves for record, _ in steps)
+    saves, steps = sum(record.saves for record in window.records), len(window.records)
     if not saves:
         return "no save began in this window"
-    stall = sum(record.checkpoint or 0 for record, _ in steps)
+    stall = sum(record.checkpoint or 0 for record in window.records)
+    slowdown = _slowdown(window)
+    return CheckpointCost(
+        saves=saves,
+        interval=steps / saves,
+        stall_ms=stall / saves / 1e6,
+        slowdown_ms=None if slowdown is None else slowdown * steps / saves / 1e6,
+        amortised_ms=(stall + (slowdown or 0) * steps) / steps / 1e6,
+    )
+
+
+def _slowdown(window: Window) -> float | None:
+    """Nanoseconds a step that those beside a save were longer, over the steps whose times are kept."""
+    traced = {trace.index: trace for trace in window.usual}
+    steps = [(record, traced[record.index]) for record in window.records if record.index in traced]
     clean: list[int] = []
     beside: list[int] = []
     for record, trace in steps:
         start, end = trace.segments[0].start, trace.segments[-1].end
         at_work = any(span.start < end and span.end > start for span in window.saving)
         (beside if at_work or record.saves else clean).append(record.period - (record.checkpoint or 0))
-    slowdown = None
-    if len(clean) >= _CLEAN and beside:
-        usual = statistics.median(clean)
-        spread = statistics.quantiles(clean, n=4)[2]
-        slower = statistics.fmean(beside) > spread  # otherwise it is no more than steps differ anyway
-        slowdown = sum(time - usual for time in beside) if slower else 0.0
-    return CheckpointCost(
-        saves=saves,
-        interval=len(steps) / saves,
-        stall_ms=stall / saves / 1e6,
-        slowdown_ms=None if slowdown is None else slowdown / saves / 1e6,
-        amortised_ms=(stall + (slowdown or 0)) / len(steps) / 1e6,
-    )
+    if len(clean) < _CLEAN or not beside:
+        return None
+    usual = statistics.median(clean)
+    spread = statistics.quantiles(clean, n=4)[2]
+    slower = statistics.fmean(beside) > spread  # otherwise it is no more than steps differ anyway
+    return sum(time - usual for time in beside) / len(steps) if slower else 0.0
 
 
 def _peaks(seen: Seen) -> dict[str, int] | str:

@@ -25,6 +25,7 @@ class EarlyUnshard:
         modules: The unit's modules, sharded.
         parameters: Calls that return its parameters as the modules have them now.
         group: The ranks that share them.
+        device: The type of the device that the group communicates on; offloaded shards are elsewhere.
     """
 
     def __init__(
@@ -32,10 +33,11 @@ class EarlyUnshard:
         modules: Sequence[nn.Module],
         parameters: Sequence[Callable[[], torch.Tensor]],
         group: dist.ProcessGroup,
+        device: str,
     ) -> None:
         self._unit: Any = modules[0]
         self._parameters = parameters
-        self._group = group
+        self._group, self._device = group, device
         self._handle: Any = None
         self._given: list[torch.Tensor] = []
         before_forward = torch.compiler.disable(self._before_forward)  # no graph can hold it
@@ -73,8 +75,7 @@ class EarlyUnshard:
             return
         shards = self._shards()
         same = shards is not None and all(map(torch.equal, shards, self._given))
-        device = self._given[0].device
-        changed = torch.tensor(0 if same else 1, device=device)
+        changed = torch.tensor(0 if same else 1, device=self._device)
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
         if changed.item():
             self.discard()

@@ -77,7 +77,7 @@ class Roll:
             return ""
         try:
             return self._answers(self._job.store, text)
-        except RuntimeError as lost:  # rank 0 may serve the store
+        except Exception as lost:  # rank 0 may serve the store; whatever it is must not hide the error
             return f"; the job's store does not answer, rank 0 or the launcher may be gone: {lost}"
 
     def _answers(self, store: Any, text: str) -> str:
@@ -162,7 +162,7 @@ def _lives(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # no /proc, or gone between opening and reading
         pass
     try:
         os.kill(pid, 0)

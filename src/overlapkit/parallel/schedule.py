@@ -122,7 +122,7 @@ class Schedule:
         root = sharding.units[-1]
         unit = root if root.parameters else sharding.units[0]
         finders = _finders(sharding.model, unit)
-        EarlyUnshard(unit.modules, list(finders.values()), mesh.get_group(mesh.ndim - 1))
+        EarlyUnshard(unit.modules, list(finders.values()), mesh.get_group(mesh.ndim - 1), mesh.device_type)
 
 
 def first(unit: Unit) -> "FSDPModule":

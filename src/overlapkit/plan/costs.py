@@ -4,14 +4,13 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
 from overlapkit.parallel.units import ROOT
 from overlapkit.plan.arguments import check_amount, check_ranks
+from overlapkit.plan.stored import Stored
 
 _FORMAT = 1
 
@@ -56,7 +55,7 @@ class UnitProfile:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Stored):
     """A model's units in forward order, the root last; made by `profile`, or by hand.
 
     Attributes:
@@ -124,7 +123,7 @@ class Profile:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> "Profile":
+    def from_json(cls, text: str) -> Self:
         """The profile that `to_json` wrote.
 
         Raises:
@@ -139,20 +138,6 @@ class Profile:
             return cls(**{**data, "units": tuple(map(_unit, data["units"]))})
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"no profile: {type(error).__name__}: {error}") from error
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> "Profile":
-        """Read what `save` wrote.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: It holds no profile.
-        """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
 def _unit(row: dict[str, Any]) -> UnitProfile:

@@ -9,11 +9,10 @@ import bisect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from overlapkit.plan.arguments import check_amount, check_ranks
+from overlapkit.plan.stored import Stored
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 """The collectives of sharded and replicated training."""
@@ -113,7 +112,7 @@ class Fabric:
 
 
 @dataclass(frozen=True)
-class LinkTable:
+class LinkTable(Stored):
     """What `probe_link` measured: for each collective, seconds by message size.
 
     Between two sizes it is interpolated; beyond the largest, and for other numbers of ranks, the line of
@@ -186,22 +185,8 @@ class LinkTable:
         rows = {op: [list(row) for row in self.rows[op]] for op in OPS}
         return json.dumps({"ranks": self.ranks, "source": self.source, "rows": rows}, indent=2)
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> "LinkTable":
-        """Read what `save` wrote.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: It holds no table.
-        """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
-
-    @classmethod
-    def from_json(cls, text: str) -> "LinkTable":
+    def from_json(cls, text: str) -> Self:
         """The table that `to_json` wrote.
 
         Raises:

@@ -54,7 +54,7 @@ def told(one, stack="wait", given=None):
     return Statement(one, f'Thread Main (trains)\n  File "{stack}.py", line 3, in {stack}\n', given)
 
 
-def report(wheres, *, silent=None, statements=None, stacks=None, given=None):
+def report(wheres, *, silent=None, statements=None, stacks=None, given=None, unheard=()):
     said = dict(enumerate(wheres))
     silent = silent or {}
     answers = statements or {
@@ -62,7 +62,7 @@ def report(wheres, *, silent=None, statements=None, stacks=None, given=None):
         for rank, one in said.items()
         if rank not in silent and not one.left
     }
-    made = make_report(answers, said, silent, 12.0)
+    made = make_report(answers, said, silent, 12.0, unheard)
     assert HangReport.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     return made
 
@@ -137,6 +137,13 @@ def test_what_became_of_a_process_of_this_machine_is_looked_up():
     assert f"process {child.pid} on {here} has ended" in (
         report([STUCK, where(host=here, pid=child.pid)], silent={1: 3.0}).why
     )
+
+
+def test_a_rank_that_was_never_heard_of_is_named_where_nobody_else_is_behind():
+    found = report([STUCK, STUCK], unheard=[2])
+    assert (found.missing, found.step, found.where[2]) == ((2,), None, "never heard of")
+    assert "rank 2: never heard of: it made no StepMeter" in str(found)
+    assert report([STUCK, where(step=6)], unheard=[2]).missing == (1,)
 
 
 def test_many_ranks_make_a_short_text():

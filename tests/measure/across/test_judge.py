@@ -98,6 +98,15 @@ def test_a_culprit_that_rotates_is_found_by_the_step():
     assert what.startswith("late in turn, in backward")
 
 
+def test_each_of_many_ranks_that_are_late_in_turn_counts():
+    ranks = compared(window(32, range(1, 33), lambda step: {step % 32: ("backward", 200)}))
+    assert ranks.rotating
+    assert len(ranks.late) == 32
+    assert ranks.late_ms == pytest.approx(0.2, rel=0.05)
+    assert is_late(ranks)
+    assert remedy(ranks)[0].endswith(" and 28 more")
+
+
 def test_a_rank_that_is_late_in_few_steps_is_told_by_its_steps():
     ranks = compared(window(3, range(1, 11), lambda step: {2: ("forward", 300)} if step % 5 == 0 else {}))
     (late,) = ranks.late

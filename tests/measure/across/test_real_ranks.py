@@ -208,7 +208,12 @@ def stopped(rank):
     store.set(f"pid/{rank}", str(os.getpid()))
     dist.barrier()
     hang = Hang(rank, "backward")
-    hang.stand = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stop():
+        time.sleep(0.3)  # it has said where it is
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    hang.stand = stop
 
     def hear(report):
         hang.hear(report)

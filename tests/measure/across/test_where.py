@@ -6,7 +6,7 @@ import pytest
 
 from overlapkit.measure.across import stacks
 from overlapkit.measure.across.stacks import StackActivity, all_stacks, innermost
-from overlapkit.measure.across.where import Progress
+from overlapkit.measure.across.where import AwakeClock, Progress
 from overlapkit.measure.sources import Tap
 from overlapkit.span import Span
 from tests.fake_clock import FakeComponent
@@ -179,6 +179,14 @@ def test_compiling_and_our_checkpointer_are_progress_wherever_they_wait(file, co
     with Blocked(through) as thread:
         seen = [activity.moved(thread) for _ in range(50)]
         assert seen[-1] == counts
+
+
+def test_who_was_stopped_has_not_seen_others_stand_still(clock):
+    awake = AwakeClock(2.0, clock)
+    times = []
+    for clock.now in (1.0, 2.5, 100.0, 101.0):
+        times.append(awake())
+    assert times == [1.0, 2.5, 4.5, 5.5]
 
 
 def test_a_thread_that_is_gone_makes_no_progress():

@@ -59,6 +59,39 @@ def test_work_belongs_to_the_step_that_launched_it_however_late_it_runs(tmp_path
     assert report.trace.lanes_us["compute"] == 95
 
 
+def test_a_copy_under_the_compute_of_the_step_before_is_hidden(tmp_path):
+    """The host runs a step ahead: each batch is copied while the device still computes the step before."""
+    made = HandTrace()
+    for number in range(4):
+        made.step(number, 10 * number, 10 * number + 10)
+        made.add("cpu_op", "aten::linear", 10 * number + 2, 5)
+        made.copy(1000 * (number - 1) + 100, 1000 * (number - 1) + 600, launch=10 * number + 1, stream=9)
+        made.work("gemm", 1000 * number, 1000 * number + 1000, launch=10 * number + 3)
+    report = explain(made.write(tmp_path / "t.json"))
+    first, *others = report.trace.steps
+    assert (first.copies.exposed, first.record.transfer, first.idle) == (500_000, 500_000, 400_000)
+    for step in others:
+        assert (step.record.period, step.record.forward) == (1_000_000, 1_000_000)
+        assert (step.record.transfer, step.copies.total, step.copies.exposed) == (0, 500_000, 0)
+        assert (step.idle, step.host_wait, step.record.other) == (0, 0, 0)
+    whole = report.trace.ranks[0].lanes
+    assert sum(step.record.period for step in report.trace.steps) == whole.span
+    assert sum(step.record.transfer for step in report.trace.steps) == whole.exposed_copy
+
+
+def test_a_step_that_ends_before_the_one_before_it_takes_no_time(tmp_path):
+    made = HandTrace()
+    for number in range(2):
+        made.step(number, 10 * number, 10 * number + 10)
+    made.work("long", 0, 1000, launch=1)
+    made.work("short, on another stream", 100, 200, launch=11, stream=8)
+    report = explain(made.write(tmp_path / "t.json"))
+    assert [step.record.period for step in report.trace.steps] == [1_000_000, 0]
+    assert [step.lanes.span for step in report.trace.steps] == [1_000_000, 100_000]
+    report.to_perfetto(tmp_path / "lanes.json")
+    assert str(report)
+
+
 def test_without_any_launch_a_step_is_when_work_began(tmp_path):
     made = HandTrace()
     made.step(7, 0, 100)

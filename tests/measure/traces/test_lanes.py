@@ -13,21 +13,21 @@ pieces = st.lists(
 ZERO = 1_700_000_000_000_000_000  # nanoseconds since 1970, far beyond what a float holds exactly
 
 
-def sweep_of(raw, since=None):
+def sweep_of(raw):
     starts, lengths, lanes = (np.array(column, dtype=np.int64) for column in zip(*raw, strict=True))
-    return Sweep(starts + ZERO, starts + lengths + ZERO, lanes, None if since is None else ZERO + since)
+    return Sweep(starts + ZERO, starts + lengths + ZERO, lanes)
 
 
 def moments(raw, *lanes):
     return {t for start, size, lane in raw if lane in lanes for t in range(start, start + size)}
 
 
-@given(pieces, st.integers(0, 5))
-def test_every_moment_belongs_to_one_lane(raw, lead):
+@given(pieces)
+def test_every_moment_belongs_to_one_lane(raw):
     compute, comm, copy = (moments(raw, *of) for of in (range(OPTIMIZER + 1), [COMMUNICATION], [COPY]))
     first = min(start for start, _, _ in raw)
     last = max(start + size for start, size, _ in raw)
-    lanes = account(sweep_of(raw, first - lead if lead else None), lead)
+    lanes = account(sweep_of(raw))
     assert lanes.compute == len(compute)
     assert lanes.exposed_communication == len(comm - compute)
     assert lanes.exposed_copy == len(copy - compute - comm)

@@ -3,8 +3,8 @@
 from overlapkit.measure.across.judge import LOCAL
 from overlapkit.measure.across.liaison import Liaison
 from overlapkit.measure.across.ranks import Ranks
-from overlapkit.measure.across.watch import HangWatch, OnHang
-from overlapkit.measure.across.where import Progress
+from overlapkit.measure.across.watch import HangWatch, OnHang, beat_s
+from overlapkit.measure.across.where import AwakeClock, Progress
 from overlapkit.measure.ledger import Ledger
 from overlapkit.measure.phases import Phases
 from overlapkit.measure.sources import Coverage
@@ -31,7 +31,8 @@ class Across:
         if coverage.world > 1:
             self._liaison = Liaison(ledger, every, Quorum("meter"), *_what_is_local(coverage))
         if hang_timeout is not None:
-            self._progress = Progress(phases, coverage.taps.values())
+            awake = AwakeClock(2 * beat_s(hang_timeout))
+            self._progress = Progress(phases, coverage.taps.values(), awake)
             self._watch = HangWatch(self._progress, Quorum("hang"), hang_timeout, on_hang)
 
     def enter(self, step: int) -> None:

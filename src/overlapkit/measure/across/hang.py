@@ -127,6 +127,7 @@ def make_report(
     said: Mapping[int, Where],
     silent: Mapping[int, float],
     waited_s: float,
+    unheard: Sequence[int] = (),
 ) -> HangReport:
     """Find who is missing.
 
@@ -135,12 +136,13 @@ def make_report(
         said: What every rank last said.
         silent: As for `hangs`.
         waited_s: Seconds without progress.
+        unheard: Ranks that never said anything.
     """
     issued = {rank: one.issued for rank, one in told.items() if one.issued is not None}
     mismatch = find_mismatch(issued)
-    missing, why = _missing(told, said, silent, issued, mismatch)
-    first = said[missing[0]] if missing else None
-    where = {}
+    missing, why = _missing(told, said, silent, issued, mismatch, unheard)
+    first = said.get(missing[0]) if missing else None
+    where = dict.fromkeys(unheard, "never heard of")
     for rank in sorted(said):
         where[rank] = said[rank].text
         if said[rank].done is not None:
@@ -163,6 +165,7 @@ def _missing(
     silent: Mapping[int, float],
     issued: Mapping[int, Issues],
     mismatch: Mismatch | None,
+    unheard: Sequence[int],
 ) -> tuple[list[int], str]:
     gone = [rank for rank in sorted(silent) if rank not in told and not said[rank].left]
     if gone:
@@ -181,6 +184,8 @@ def _missing(
     fewer = _fewer_issued(issued)
     if fewer is not None:
         return fewer[0], f"{said[fewer[0][0]].text}; {fewer[1]}"
+    if unheard:
+        return list(unheard), "never heard of: it made no StepMeter with hang_timeout, or ended before"
     odd = _odd({rank: innermost(one.stacks) for rank, one in told.items()})
     if odd:
         at = innermost(told[odd[0]].stacks)

@@ -176,7 +176,7 @@ def sum_up(windows: Sequence[JudgedWindow], world: int, unseen: str | None) -> R
         parts=parts,
         collectives=sum(one.collectives for one in seen),
         waited_ms=_mean([one.waited for one in seen]),
-        late=late[:_SHOWN],
+        late=late,
         rotating=len(late) > 1 and most <= sum(one.steps for one in late) / 2,
         transfer_ms=_mean([one.exposed - one.waiting for one in seen]),
         waiting_ms=_mean([one.waiting for one in seen]),

@@ -82,7 +82,7 @@ class Ranks:
         parts: For each part of a step that was measured, median, worst rank and skew.
         collectives: At how many arrivals were compared; 0 where none are published.
         waited_ms: Of a rank, for later ones, a step; None where collectives are not known.
-        late: Ranks that others waited for, the most frequent first, at most 8.
+        late: Ranks that others waited for, the costliest first: at most one for each step.
         rotating: Whether no rank is the latest in most of the steps in which one is.
         transfer_ms: Of the exposed communication of a step, what it took once all had arrived, mean of ranks.
         waiting_ms: The rest of it: waiting for a late rank.

@@ -17,7 +17,7 @@ from overlapkit.measure.across.at_exit import end_at_exit
 from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport, Statement, hangs, make_report
 from overlapkit.measure.across.sequence import Issues, read_issues
 from overlapkit.measure.across.stacks import all_stacks
-from overlapkit.measure.across.where import Progress, Where
+from overlapkit.measure.across.where import AwakeClock, Progress, Where
 from overlapkit.quorum import Quorum, await_keys
 
 OnHang = str | Callable[[HangReport], object]
@@ -69,6 +69,11 @@ class HangWatch:
                 thread.join(timeout)
 
 
+def beat_s(timeout: float) -> float:
+    """Seconds between two looks."""
+    return min(max(timeout / 10, 0.05), 5.0)
+
+
 class _Post:
     """The threads' own side of it."""
 
@@ -79,7 +84,8 @@ class _Post:
         self._store: Any = quorum.store if quorum.store is not None else HashStore()
         self._name = f"{quorum.name}/hang"
         self._timeout = timeout
-        self._beat_s = min(max(timeout / 10, 0.05), 5.0)
+        self._beat_s = beat_s(timeout)
+        self._awake = AwakeClock(2 * self._beat_s)
         self._on_hang = on_hang
         self._where = progress.look()
         self._answered = time.monotonic()  # when the store last did
@@ -104,14 +110,16 @@ class _Post:
     def talk(self) -> None:
         """The thread that talks to the store."""
         try:
+            last = False
             while True:
-                last = self.stop.wait(self._beat_s) or self.progress.left
+                self._awake()
                 where = self.progress.look() if last else self._where
                 self._ask("set", self._key(self._rank), json.dumps(where.to_dict()))
                 if last:
                     return
                 if where.still_s >= self._timeout / 2 and not self._acted:
                     self._look_around(where)
+                last = self.stop.wait(self._beat_s) or self.progress.left
         except Exception as error:  # whoever serves the store is gone: the other thread will say so
             self._error = f"{type(error).__name__}: {error}"
 
@@ -159,7 +167,7 @@ class _Post:
         said = {
             rank: Where(**json.loads(text)) for rank, text in self._fetch("at", sorted(self._known)).items()
         }
-        now, silent = time.monotonic(), {}
+        now, silent = self._awake(), {}
         for rank, where in said.items():
             if self._heard.get(rank, (-1,))[0] != where.beat:
                 self._heard[rank] = where.beat, now
@@ -201,7 +209,8 @@ class _Post:
         said.update((rank, one.where) for rank, one in told.items())
         silent.update((rank, 0.0) for rank in awaited if rank not in told and rank not in silent)
         silent = {rank: max(quiet_s, time.time() - said[rank].at) for rank, quiet_s in silent.items()}
-        return make_report(told, said, silent, where.still_s)
+        unheard = [rank for rank in range(self._world) if rank not in said]
+        return make_report(told, said, silent, where.still_s, unheard)
 
     def _alone(self, where: Where, deaf_s: float) -> HangReport:
         """What can be said without the others."""

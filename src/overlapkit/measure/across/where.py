@@ -65,6 +65,24 @@ class Where:
         return asdict(self)
 
 
+class AwakeClock:
+    """Time in which somebody looked, in seconds: between two calls at most `most` of it.
+
+    Who was stopped, starved or asleep with its machine has not seen others stand still meanwhile.
+    """
+
+    def __init__(self, most: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._now = most, now
+        self._last, self._time = now(), 0.0
+
+    def __call__(self) -> float:
+        """The time so far."""
+        now = self._now()
+        self._time += min(now - self._last, self._most)
+        self._last = now
+        return self._time
+
+
 class Progress:
     """Watches the training thread of this process from another one.
 

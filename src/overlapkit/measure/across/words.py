@@ -15,6 +15,7 @@ _REMEDY = {
     "other": "its host does more between the phases: look for logging, metrics or saving on this rank alone",
 }
 _NOTABLE = 0.05
+_NAMED = 4  # of ranks that are late in turn
 
 _COMPUTE = (
     ": compare its batch (longer samples), its GPU's clocks (nvidia-smi -q -d PERFORMANCE) and its host"
@@ -65,7 +66,9 @@ def remedy(ranks: Ranks) -> tuple[str, str]:
     if not ranks.rotating:
         return f"rank {first.rank}", _remedy(first)
     common = max(set(phases), key=phases.count)
-    who = "ranks " + ", ".join(str(one.rank) for one in ranks.explained[:4])
+    more = len(ranks.explained) - _NAMED
+    who = "ranks " + ", ".join(str(one.rank) for one in ranks.explained[:_NAMED])
+    who += f" and {more} more" if more > 0 else ""
     if common == "garbage":
         return who, f"in turn: {_REMEDY['garbage']}"
     where = "" if common is None else f", in {common}"

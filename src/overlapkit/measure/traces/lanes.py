@@ -99,20 +99,15 @@ class Lanes:
         return {name: getattr(self, name) / 1e3 for name in self.__slots__}
 
 
-def account(sweep: Sweep, lead: int = 0) -> Lanes:
-    """The lanes of a sweep.
-
-    Args:
-        sweep: Over all work.
-        lead: What of its idle time lies before the first start.
-    """
+def account(sweep: Sweep) -> Lanes:
+    """The lanes of a sweep over all work."""
     forward, backward, optimizer, communication, copy = sweep.exposed()
-    span = int(sweep.times[-1] - sweep.times[0]) - lead if len(sweep.times) else 0
+    span = int(sweep.times[-1] - sweep.times[0]) if len(sweep.times) else 0
     lanes = Lanes(
         compute=forward + backward + optimizer,
         exposed_communication=communication,
         exposed_copy=copy,
-        idle=sweep.idle() - lead,
+        idle=sweep.idle(),
         span=span,
         communication=sweep.total(COMMUNICATION),
         copy=sweep.total(COPY),

@@ -6,7 +6,7 @@ from overlapkit.measure.intervals import Intervals, intersect
 from overlapkit.measure.ledger import Trace
 from overlapkit.measure.record import Segment
 from overlapkit.measure.traces.columns import TO_DEVICE, TO_DEVICE_PAGEABLE, Ints
-from overlapkit.measure.traces.lanes import BACKWARD, COMMUNICATION, COPY, FORWARD, OPTIMIZER, Sweep
+from overlapkit.measure.traces.lanes import BACKWARD, COMMUNICATION, COPY, FORWARD, OPTIMIZER
 from overlapkit.measure.traces.timeline import Mask, Windows
 from overlapkit.measure.traces.traced import TracedRank, TracedStep
 from overlapkit.span import Span
@@ -26,7 +26,7 @@ def drawn(rank: TracedRank) -> Drawn:
     traces, spans = [], []
     for step in _last(rank):
         blur, mine = step.record.period // _DOTS, _rows(rank, step)
-        traces.append(_trace(rank, step, mine, blur))
+        traces.append(_trace(rank, step, blur))
         for lane, name in _LANES.items():
             rows = mine & (rank.timeline.lanes == lane)
             parts = _merged(rank.timeline.starts[rows], rank.timeline.ends[rows], blur)
@@ -41,7 +41,7 @@ def detailed(rank: TracedRank) -> Drawn:
     timeline = rank.timeline
     for step in _last(rank):
         mine, buckets = _rows(rank, step), _buckets(rank, step)
-        traces.append(_trace(rank, step, mine, _CLOSE_NS))
+        traces.append(_trace(rank, step, _CLOSE_NS))
         for row in np.flatnonzero(mine & np.isin(timeline.lanes, tuple(_LANES))).tolist():
             start, end = int(timeline.starts[row]), int(timeline.ends[row])
             if timeline.lanes[row] == COPY:
@@ -76,16 +76,17 @@ def _buckets(rank: TracedRank, step: TracedStep) -> dict[tuple[int, int], Span]:
     return found
 
 
-def _trace(rank: TracedRank, step: TracedStep, mine: Mask, blur: int) -> Trace:
+def _trace(rank: TracedRank, step: TracedStep, blur: int) -> Trace:
     timeline = rank.timeline
     begin = step.end - step.record.period
+    beside = timeline.during(begin, step.end)
     segments = [Segment("outside", begin, begin, begin, begin), Segment("inside", step.end, step.end, 0, 0)]
     for lane, kind in _PHASES.items():
-        rows = mine & (timeline.lanes == lane)
-        for start, end in _merged(timeline.starts[rows], timeline.ends[rows], blur):
+        rows = beside[timeline.lanes[beside] == lane]
+        starts, ends = np.maximum(timeline.starts[rows], begin), np.minimum(timeline.ends[rows], step.end)
+        for start, end in _merged(starts, ends, blur):
             segments.append(Segment(kind, start, end, start, end))
-    starts = timeline.starts[mine]
-    sweep = Sweep(starts, timeline.ends[mine], timeline.lanes[mine], begin if begin < starts[0] else None)
+    sweep = timeline.sweep(beside, begin, step.end)
     hidden = np.logical_or.reduce(sweep.active[:COMMUNICATION])
     waits: dict[str, Intervals] = {}
     for lane, name in _LANES.items():

@@ -33,7 +33,7 @@ class Summary:
         self.records = tuple(step.record for step in self.steps)
         self.period_ms = self._mean(record.period for record in self.records)
         self.parts = {part: _part(part, self.records) for part in PARTS}
-        self.idle_ms = self._mean(s.lanes.idle + s.record.outside - (s.record.input or 0) for s in self.steps)
+        self.idle_ms = self._mean(step.idle for step in self.steps)
         self.host_wait_ms = self._mean(step.host_wait for step in self.steps)
 
     @property

@@ -4,13 +4,14 @@ Work belongs to the step whose host launched it, not to the one during which it 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from overlapkit.measure.traces import columns as kinds
 from overlapkit.measure.traces.columns import Collective, Columns, Ints, Table
-from overlapkit.measure.traces.lanes import BACKWARD, COMMUNICATION, COPY, FORWARD, OPTIMIZER
+from overlapkit.measure.traces.lanes import BACKWARD, COMMUNICATION, COPY, FORWARD, OPTIMIZER, Sweep
 
 UNKNOWN = -(1 << 62)
 """A launch that the trace does not hold."""
@@ -108,6 +109,21 @@ class Timeline:
     streams: Ints
     places: Ints
     host: Host
+
+    @cached_property
+    def _until(self) -> Ints:
+        """When all work that began up to each piece of it has ended."""
+        return np.maximum.accumulate(self.ends)
+
+    def during(self, begin: int, end: int) -> Ints:
+        """The rows of all work that ran between two moments, whichever step launched it."""
+        rows = np.arange(np.searchsorted(self._until, begin, side="right"), np.searchsorted(self.starts, end))
+        return rows[self.ends[rows] > begin]
+
+    def sweep(self, rows: Ints, begin: int, end: int) -> Sweep:
+        """The sweep over some work, from one moment to another."""
+        starts, ends = np.maximum(self.starts[rows], begin), np.minimum(self.ends[rows], end)
+        return Sweep(starts, ends, self.lanes[rows], begin)
 
     def rows_of_steps(self) -> list[Ints]:
         """For each window the rows of its work, in their order."""

@@ -6,7 +6,8 @@ import numpy as np
 
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.traces.buckets import Bucket, find_tail
-from overlapkit.measure.traces.columns import OTHER_COPY, TO_DEVICE_PAGEABLE, Columns, Ints
+from overlapkit.measure.traces.columns import COMMUNICATION as COMMUNICATING
+from overlapkit.measure.traces.columns import COMPUTE, TO_DEVICE, TO_DEVICE_PAGEABLE, Columns, Ints
 from overlapkit.measure.traces.lanes import COMMUNICATION, COPY, Lanes, Sweep, account
 from overlapkit.measure.traces.timeline import UNKNOWN, Timeline
 
@@ -38,10 +39,11 @@ class TracedStep:
         number: Of the profiler's step; None for a whole trace without steps.
         rank: Whose.
         lanes: From the first start to the last end of what the step launched.
-        record: The period from the end of the step before, shared out.
+        record: The period from the end of the step before, shared out. What ran in it counts, whichever
+            step launched it: a host that runs ahead launches copies under the compute of the step before.
         copies: From the host to the device; None on a host without one.
-        host_wait: Of the idle time, the gaps whose next work was launched only when the gap had begun,
-            without what the host waited there for a batch.
+        idle: Of the period, when nothing was at work and the host did not wait for a batch.
+        host_wait: Of that, the gaps whose next work was launched only when the gap had begun.
         buckets: Of gradients, in the order of their launches.
         tail: See `buckets.Tail`.
         tail_rows: Likewise.
@@ -53,6 +55,7 @@ class TracedStep:
     lanes: Lanes
     record: StepRecord
     copies: Copies | None
+    idle: int
     host_wait: int
     buckets: tuple[Bucket, ...]
     tail: int | None
@@ -144,33 +147,35 @@ def _step(
 ) -> TracedStep:
     starts, ends, lanes = timeline.starts[mine], timeline.ends[mine], timeline.lanes[mine]
     first = int(starts.min())
-    lead = max(0, first - since) if since is not None else 0
-    sweep = Sweep(starts, ends, lanes, first - lead if lead else None)
-    found = account(sweep, lead)
+    begin = first if since is None else since
+    end = max(begin, int(ends.max()))
+    beside = timeline.during(begin, end)
+    sweep = timeline.sweep(beside, begin, end)
     tail = find_tail(timeline, mine, zero)
     return TracedStep(
         number=number,
         rank=rank,
-        lanes=found,
-        record=_record(timeline, sweep, found, number or 0, lead),
+        lanes=account(Sweep(starts, ends, lanes)),
+        record=_record(timeline, sweep, number or 0, first),
         copies=None if timeline.device is None else _copies(timeline, mine),
-        host_wait=_host_wait(timeline, mine, sweep),
+        idle=sweep.idle() - int(timeline.host.input.cover(*sweep.gaps()).sum()),
+        host_wait=_host_wait(timeline, beside, sweep),
         buckets=tail.buckets,
         tail=tail.tail,
         tail_rows=tail.rows,
-        end=int(ends.max()),
+        end=end,
     )
 
 
-def _record(timeline: Timeline, sweep: Sweep, lanes: Lanes, number: int, lead: int) -> StepRecord:
+def _record(timeline: Timeline, sweep: Sweep, number: int, first: int) -> StepRecord:
     """The same record as the meter's: every nanosecond of the period belongs to one part."""
     forward, backward, optimizer, communication, copy = sweep.exposed()
-    fed = timeline.host.input
-    waited = int(fed.cover(*sweep.gaps()).sum())
+    fed, (begins, ends) = timeline.host.input, sweep.gaps()
+    waited = int(fed.cover(begins, ends).sum())
     other = sweep.idle() - waited + (0 if timeline.host.has_forward else forward)
     return StepRecord(
         index=number,
-        period=lanes.span + lead,
+        period=int(sweep.times[-1] - sweep.times[0]),
         forward=forward if timeline.host.has_forward else None,
         backward=backward if timeline.host.has_backward else None,
         optimizer=optimizer if timeline.host.has_optimizer else None,
@@ -179,7 +184,7 @@ def _record(timeline: Timeline, sweep: Sweep, lanes: Lanes, number: int, lead: i
         checkpoint=None,
         input=waited if len(fed.starts) else None,
         other=other,
-        outside=lead,
+        outside=int((ends - begins)[ends <= first].sum()),
         lane_bytes={},
         peak_memory=None,
         tokens=None,
@@ -189,16 +194,20 @@ def _record(timeline: Timeline, sweep: Sweep, lanes: Lanes, number: int, lead: i
 def _copies(timeline: Timeline, mine: Ints) -> Copies:
     """Copies from the device, or on it, are no concern of the next batch."""
     kinds = timeline.kinds[mine]
-    rows, slow = mine[kinds != OTHER_COPY], mine[kinds == TO_DEVICE_PAGEABLE]
+    own, slow = mine[np.isin(kinds, (TO_DEVICE, TO_DEVICE_PAGEABLE))], mine[kinds == TO_DEVICE_PAGEABLE]
+    if not len(own):
+        return Copies(0, 0, 0)
+    beside = timeline.during(int(timeline.starts[own].min()), int(timeline.ends[own].max()))
+    rows = np.concatenate([own, beside[np.isin(timeline.kinds[beside], (COMPUTE, COMMUNICATING))]])
     sweep = Sweep(timeline.starts[rows], timeline.ends[rows], timeline.lanes[rows])
     pageable = Sweep(timeline.starts[slow], timeline.ends[slow], timeline.lanes[slow])
     return Copies(sweep.total(COPY), sweep.exposed()[COPY], pageable.total(COPY))
 
 
-def _host_wait(timeline: Timeline, mine: Ints, sweep: Sweep) -> int:
+def _host_wait(timeline: Timeline, rows: Ints, sweep: Sweep) -> int:
     """The idle time after which work came that had been launched only when the device was idle already."""
     begins, ends = sweep.gaps()
-    starts, launched = timeline.starts[mine], timeline.launched[mine]
+    starts, launched = timeline.starts[rows], timeline.launched[rows]
     if not len(begins) or not len(starts):
         return 0
     after = np.minimum(np.searchsorted(starts, ends), len(starts) - 1)
