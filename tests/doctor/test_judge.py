@@ -66,7 +66,7 @@ def test_a_well_job_walks_through():
         "all-reduce", "all-gather", "link", "transport", "environment", "topology", "late rank",
     ]  # fmt: skip
     assert {line.state for line in found} == {"ok"}
-    assert "6 pairs, none slow; usually 0.105 GB/s each way" in by_name["topology"].saw
+    assert "6 pairs, none slow: 0.105 to 0.105 GB/s each way, usually 0.105" in by_name["topology"].saw
     assert "16 MiB reach" in by_name["all-reduce"].saw
 
 

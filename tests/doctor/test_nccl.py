@@ -3,6 +3,7 @@
 import pytest
 
 from overlapkit.doctor.layers import nccl, nccl_names
+from overlapkit.doctor.layers.configured import settings
 from tests.doctor.trees import Tree, healthy
 
 ALONE = [  # what is set, and how what is weak begins
@@ -94,7 +95,7 @@ def test_configuration_files_are_read_and_the_environment_goes_before_them(tmp_p
     tree.environ = {"HOME": "/home/me", "NCCL_IB_DISABLE": "0"}
     node = healthy(tmp_path / "other")
     node.tree = tree
-    found = nccl.settings(node.subject())
+    found = settings(node.subject())
     assert (found["NCCL_DEBUG"], found["NCCL_IB_DISABLE"], found["NCCL_PROTO"]) == ("TRACE", "0", "LL")
     assert "NCCL_ALGO" not in found
     assert "# NCCL_ALGO" not in found

@@ -177,6 +177,22 @@ def test_pauses_are_cut_out_inside_a_step_and_between_two(clock):
     assert is_whole(meter.last)
 
 
+def test_a_pause_may_outlast_the_step_in_which_it_began(clock):
+    model = Slow(clock)
+    meter = StepMeter(model)
+    pause = meter.pause()
+    with meter.step():
+        model(torch.ones(2)).backward()
+        pause.__enter__()
+        clock.host += 50
+    clock.host += 1000
+    pause.__exit__(None, None, None)
+    clock.host += 3
+    with meter.step():
+        model(torch.ones(2)).backward()
+    assert [(r.period, r.outside) for r in records_of(meter)] == [(30, 0), (33, 3)]
+
+
 def test_a_pause_left_by_an_exception_ends(clock):
     meter = StepMeter()
     with pytest.raises(KeyError), meter.pause():

@@ -252,7 +252,7 @@ def _check_in_place(place: Place, folders: storage.Folders, ranks: int | None, l
     if place.world > 1:  # a rank whose mount is missing has to say so with the others
         return
     for argument, folder in folders._asdict().items():
-        with contextlib.suppress(Late):  # its own check will say so
+        with contextlib.suppress(Late, OSError):  # its own check will say so
             if folder is not None and not bounded(folder.is_dir, _FOLDER_S, argument):
                 raise ValueError(f"{argument}={str(folder)!r} is no folder here: give one that is there")
 

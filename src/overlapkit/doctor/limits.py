@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 from overlapkit.doctor.machine import Machine, Unreadable, numbers
 
 _TOP = "/sys/fs/cgroup"
+_CAP_IPC_LOCK = 14  # linux/capability.h
 
 
 def cpu_quota(machine: Machine) -> float | None:
@@ -21,7 +22,7 @@ def cpu_quota(machine: Machine) -> float | None:
 
 
 def memory_limit(machine: Machine) -> tuple[int, int] | None:
-    """Bytes that the control groups grant, and bytes in use of that; None where they set no limit."""
+    """Bytes that the control groups grant, and those in use but for cached files; None without a limit."""
     found = []
     for folder in _folders(machine, "memory"):
         for limit, used in (
@@ -30,8 +31,29 @@ def memory_limit(machine: Machine) -> tuple[int, int] | None:
         ):
             most = machine.count(f"{folder}/{limit}")  # "max" is no number
             if most is not None and most < 1 << 60:  # version 1 writes "no limit" as a huge number
-                found.append((most, machine.count(f"{folder}/{used}") or 0))
+                taken = (machine.count(f"{folder}/{used}") or 0) - _cached(machine, folder)
+                found.append((most, max(0, taken)))
     return min(found, default=None)
+
+
+def _cached(machine: Machine, folder: str) -> int:
+    """Bytes of files that a control group has read or written: given back when memory is asked for."""
+    found = dict(
+        line.split()[:2]
+        for line in (machine.maybe(f"{folder}/memory.stat") or "").splitlines()
+        if " " in line
+    )
+    whole = "total_" if "total_inactive_file" in found else ""  # version 1: with the groups below
+    sizes = (found.get(f"{whole}{kind}_file", "") for kind in ("active", "inactive"))
+    return sum(int(size) for size in sizes if size.isdigit())
+
+
+def may_lock_all(machine: Machine) -> bool:
+    """Whether this process has CAP_IPC_LOCK: then no limit holds for memory that a driver locks for it."""
+    try:
+        return bool(int(machine.table("/proc/self/status").get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1)
+    except (Unreadable, ValueError):
+        return False
 
 
 def allowed_cpus(machine: Machine) -> set[int]:

@@ -17,6 +17,7 @@ FAR = {
 }
 NVIDIA, AMD = 0x10DE, 0x1002
 _DEVICES = "/sys/bus/pci/devices"
+_INTEGRATED = 4 << 30  # bytes: graphics inside a processor, on which torch does not run, set less aside
 _DISPLAY, _ACCELERATOR = 0x03, 0x12  # base classes; data-centre GPUs are one or the other
 
 
@@ -34,8 +35,12 @@ class Link(NamedTuple):
     @property
     def best(self) -> float:
         """What it carries at most each way, in bytes per second, packet headers not subtracted."""
-        coding = 0.8 if self.max_speed < 8 else 128 / 130  # 8b/10b up to the second generation
-        return self.max_speed * 1e9 / 8 * coding * self.max_width
+        return _carried(self.max_speed, self.max_width)
+
+    @property
+    def now(self) -> float:
+        """What it carries as it is now."""
+        return _carried(self.speed, self.width)
 
 
 def gpus(machine: Machine, vendors: tuple[int, ...] = (NVIDIA, AMD)) -> dict[str, int]:
@@ -43,6 +48,9 @@ def gpus(machine: Machine, vendors: tuple[int, ...] = (NVIDIA, AMD)) -> dict[str
     found = {}
     for address in machine.names(_DEVICES):
         vendor, kind = (machine.count(f"{_DEVICES}/{address}/{name}") for name in ("vendor", "class"))
+        own = machine.count(f"{_DEVICES}/{address}/mem_info_vram_total")  # amdgpu's
+        if own is not None and own < _INTEGRATED:
+            continue
         if vendor in vendors and kind is not None and kind >> 16 in (_DISPLAY, _ACCELERATOR):
             found[address] = vendor
     return found
@@ -111,6 +119,11 @@ def distance(machine: Machine, one: str, other: str) -> str | None:
     if here is None or there is None:
         return None
     return "NODE" if here == there else "SYS"
+
+
+def _carried(speed: float, width: int) -> float:
+    coding = 0.8 if speed < 8 else 128 / 130  # 8b/10b up to the second generation
+    return speed * 1e9 / 8 * coding * width
 
 
 def _speed(text: str, address: str) -> float:

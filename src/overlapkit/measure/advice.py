@@ -64,12 +64,15 @@ def find(
         products: FLOPs of a step's matrix products, by shape.
     """
     detail = detail or StepDetail()
-    found = _late(window)
+    late = _late(window)
+    found = list(late)
     left = _transfer_ms(window)  # no bucket or prefetch mends what was waited for a late rank
     for lane, fix in _FIXES.items():
         cost = _cost_ms(lane, window, detail)
         if lane == "communication" and left is not None:
             cost = min(cost, left)
+            if late and cost < late[0].exposed_ms / 5:  # measured in its shadow: mend that first
+                continue
         share = cost / window.period_ms if window.period_ms else 0.0
         if share >= _NOTABLE[lane]:
             found.append(Finding(lane, cost, share, *fix(window, detail), cost))
@@ -88,7 +91,7 @@ def _cost_ms(lane: str, window: Window, detail: StepDetail) -> float:
 
 
 def _slows_down(detail: StepDetail) -> bool:
-    """Whether a save costs more beside the step than in it; a smaller slowdown is hard to tell from chance."""
+    """Whether a save costs more beside the step than in it; a smaller slowdown may be chance."""
     cost = detail.checkpoint
     return cost is not None and (cost.slowdown_ms or 0.0) > cost.stall_ms
 

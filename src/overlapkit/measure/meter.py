@@ -287,7 +287,8 @@ class StepMeter:
         self._index += whole
         phases.timeline = None
         if is_measured(self._index, self._every):
-            phases.timeline = Timeline.after(timeline if whole else None, self._clock, "outside")
+            kind = "paused" if phases.pauses else "outside"
+            phases.timeline = Timeline.after(timeline if whole else None, self._clock, kind)
         phases.inside = False
         self._inside.release()
         self._publish()

@@ -68,8 +68,7 @@ class Phases:
             yield
         finally:
             self.pauses -= 1
-            if self.timeline is timeline:
-                self.turn(before)
+            self.turn(before if self.timeline is timeline else "outside")  # a step may have ended meanwhile
 
     def remove(self) -> None:
         """Take every hook off."""

@@ -27,7 +27,8 @@ def detail_table(detail: StepDetail) -> Table:
 def _lines(detail: StepDetail) -> Iterator[tuple[str, str]]:
     if detail.flops is not None:
         of_peak = "" if detail.mfu is None else f", {detail.mfu:.1%} of the device's peak (MFU)"
-        yield "arithmetic", f"{detail.flops / 1e12:,.3f} TFLOP a step{of_peak}"
+        flops = f"{detail.flops / 1e12:,.3f} T" if detail.flops >= 1e11 else f"{detail.flops / 1e9:,.3f} G"
+        yield "arithmetic", f"{flops}FLOP a step{of_peak}"
     if detail.recompute_ms:
         yield "recompute", f"{detail.recompute_ms:.2f} ms of backward"
     if detail.passes and len(detail.passes) > 1:

@@ -99,9 +99,10 @@ class Window:
         if not latest:
             return None
         start, end = latest[0].segments[0].start, latest[-1].segments[-1].end
-        work = [s.end - s.start for s in self.spans if s.lane == lane and not s.exposed]
-        mine = [s for s in self.spans if s.lane == lane and not s.exposed and start < s.end <= end]
-        return sum(s.end - s.start for s in mine) / 1e6 / len(latest) if work else None
+        work = [s for s in self.spans if s.lane == lane and not s.exposed]
+        busy = length(union((s.start, s.end) for s in work if start < s.end <= end))  # buckets overlap
+        steps = latest[-1].index - latest[0].index + 1  # with those between them that are not measured
+        return busy / 1e6 / steps if work else None
 
     def waits(self, lane: str) -> dict[str, int]:
         """Nanoseconds that steps stood still for a lane, by the names of its waits, over the latest steps."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from overlapkit.doctor import pci
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.layers import ports
+from overlapkit.doctor.layers.configured import adapters, settings
 from overlapkit.doctor.layers.nearest import in_use, located, nearest
 from overlapkit.doctor.line import Layer, Line, joined
 from overlapkit.doctor.machine import Unreadable
@@ -15,12 +16,18 @@ from overlapkit.doctor.watch import Watch
 
 FABRIC = Layer("fabric")
 _NET = "/sys/class/net"
+_PEER_MODULES = "nvidia_peermem", "nv_peer_mem", "efa_nv_peermem"
+_HEADERS = 0.9  # of what a PCIe link carries, beside the headers of its packets
+_PAUSED_BITS = (
+    65535 * 512
+)  # 802.3x: a pause frame stops a port, or a priority of it, for so many bit times at most
+_STILL = 0.01  # of the time: some pause frames are how a lossless network works
 _REPLACE = "reseat or replace the cable or transceiver; look at the same port of the switch"
 
 
 def rdma(subject: Subject) -> Iterator[Line]:
     """Ports that are down, or slower than the others, of adapters that GPUs need."""
-    nics = ports.adapters(subject.machine)
+    nics = adapters(subject)
     if not nics:
         yield FABRIC.absent("ports", "no RDMA adapter (InfiniBand, RoCE, EFA)")
         return
@@ -69,13 +76,13 @@ def _down(subject: Subject, needed: list[ports.Adapter]) -> list[ports.Adapter]:
 
 def links(subject: Subject) -> Iterator[Line]:
     """The PCIe link of each adapter, and the MTU of those on Ethernet."""
-    nics, bad = in_use(subject, ports.adapters(subject.machine)), False
+    nics, bad = in_use(subject, adapters(subject)), False
     for nic in nics:
         try:
             link = pci.link(subject.machine, nic.address) if nic.address else None
         except Unreadable:  # an adapter of a virtual machine has none
             link = None
-        if link and (link.width < link.max_width or link.speed < link.max_speed):
+        if link and link.now < link.best and not _suffices(nic, link):
             bad = True
             yield FABRIC.weak(
                 "nic links",
@@ -94,7 +101,13 @@ def links(subject: Subject) -> Iterator[Line]:
                     f"raise it on the host and on every switch: ip link set {name} mtu 9000",
                 )
     if nics and not bad:
-        yield FABRIC.ok("nic links", "the adapters' PCIe links are as wide and fast as they can be")
+        yield FABRIC.ok("nic links", "the adapters' PCIe links carry what their ports do")
+
+
+def _suffices(nic: ports.Adapter, link: pci.Link) -> bool:
+    """Whether a link below its best, as in an older slot, still carries what the adapter's ports do."""
+    needed = sum(port.gbits or 0.0 for port in nic.ports if port.active)
+    return 0 < needed <= _HEADERS * link.now * 8e-9
 
 
 def counting(watch: Watch, seconds: float) -> Callable[[Subject], Iterator[Line]]:
@@ -110,10 +123,10 @@ def counting(watch: Watch, seconds: float) -> Callable[[Subject], Iterator[Line]
         bad: dict[str, list[str]] = defaultdict(list)
         pauses: dict[tuple[str, str], float] = defaultdict(float)
         for (whose, name), rate in rates.items():
-            if name in ports.ERRORS:
+            if way := ports.pause_way(name):  # drivers count a frame by port and by priority
+                pauses[whose, way] = max(rate, pauses[whose, way])
+            elif rate > ports.TOLERATED.get(name, 0.0):
                 bad[whose].append(f"{ports.ERRORS[name]} ({name}) {rate:.3g}/s")
-            else:
-                pauses[whose, name[:2]] += rate
         for whose, risen in bad.items():
             yield FABRIC.weak(
                 "counters",
@@ -121,11 +134,18 @@ def counting(watch: Watch, seconds: float) -> Callable[[Subject], Iterator[Line]
                 "what is damaged or lost is sent again: collectives stall for milliseconds",
                 _REPLACE,
             )
-        for (whose, way), rate in pauses.items():
-            yield _paused(whose, way, rate)
-        if not rates:
+        still = {key: _still(subject, key[0], rate) for key, rate in pauses.items()}
+        long = {key: share for key, share in still.items() if share > _STILL}
+        for (whose, way), share in long.items():
+            yield _paused(whose, way, pauses[whose, way], share)
+        if not bad and not long:
+            saw = (
+                f"pause frames for {max(still.values()):.1%} of the time at most"
+                if still
+                else "no pause frame"
+            )
             total = sum(watch.first.values())
-            yield FABRIC.ok("counters", f"no error, no pause frame in {seconds:g} s ({total} since boot)")
+            yield FABRIC.ok("counters", f"no error, {saw} in {watch.passed:.3g} s ({total} since boot)")
 
     return counters
 
@@ -133,7 +153,7 @@ def counting(watch: Watch, seconds: float) -> Callable[[Subject], Iterator[Line]
 def gpudirect(subject: Subject) -> Iterator[Line]:
     """Whether adapters reach GPU memory."""
     machine, vendors = subject.machine, set(pci.gpus(subject.machine).values())
-    if not vendors or not any(port.active for nic in ports.adapters(machine) for port in nic.ports):
+    if not vendors or not any(port.active for nic in adapters(subject) for port in nic.ports):
         yield FABRIC.absent("gpudirect", "no GPU beside an RDMA adapter that is up")
         return
     if pci.AMD in vendors:
@@ -147,12 +167,15 @@ def gpudirect(subject: Subject) -> Iterator[Line]:
                 "gpudirect", "amdgpu may offer it through dmabuf: NCCL_DEBUG=INFO shows GDRDMA"
             )
         return
-    modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if machine.has(f"/sys/module/{name}")]
+    modules = [name for name in _PEER_MODULES if machine.has(f"/sys/module/{name}")]
     driver = machine.maybe("/proc/driver/nvidia/version") or ""
     if modules:
         yield FABRIC.ok("gpudirect", f"{modules[0]} is loaded")
     elif "Open Kernel Module" in driver and _kernel(subject) >= (5, 12):
         yield FABRIC.ok("gpudirect", "through dmabuf: NVIDIA's open kernel modules")
+    elif not driver:
+        saw = "no module is seen here, and neither /proc/driver/nvidia/version: NCCL_DEBUG=INFO shows GDRDMA"
+        yield FABRIC.unknown("gpudirect", saw)
     else:
         yield FABRIC.weak(
             "gpudirect",
@@ -167,7 +190,9 @@ def sockets(subject: Subject) -> Iterator[Line]:
     machine, several = subject.machine, subject.place.nodes > 1
     up = [name for name, is_up in ports.interfaces(machine).items() if is_up]
     real = [name for name in up if name in ports.hardware(machine)] or up
-    named = machine.environ.get("NCCL_SOCKET_IFNAME") or machine.environ.get("GLOO_SOCKET_IFNAME")
+    env = settings(subject)
+    named = env.get("NCCL_SOCKET_IFNAME") or env.get("GLOO_SOCKET_IFNAME")
+    by_rdma = subject.on_gpus and any(port.active for nic in adapters(subject) for port in nic.ports)
     if not up:
         if several:
             yield FABRIC.weak(
@@ -186,7 +211,7 @@ def sockets(subject: Subject) -> Iterator[Line]:
     )
     slowest = min((rate for rate in rates.values() if rate), default=None)
     fastest = max((rate for rate in rates.values() if rate), default=None)
-    if several and not named and slowest and fastest and slowest < fastest:
+    if several and not named and not by_rdma and slowest and fastest and slowest < fastest:
         best = next(name for name, rate in rates.items() if rate == fastest)
         yield FABRIC.weak(
             "sockets",
@@ -202,12 +227,14 @@ def hostname(subject: Subject) -> Iterator[Line]:
     """Whether the host's name leads to an address that other machines reach."""
     if subject.place.nodes < 2:
         return
-    name = socket.gethostname()
+    name, named = socket.gethostname(), settings(subject).get("GLOO_SOCKET_IFNAME")
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
         address = str(error)
-    if address.startswith("127.") or not address[:1].isdigit():
+    if named:
+        yield FABRIC.ok("hostname", f"gloo takes the address of GLOO_SOCKET_IFNAME={named}")
+    elif address.startswith("127.") or not address[:1].isdigit():
         yield FABRIC.weak(
             "hostname",
             f"{name} leads to {address}",
@@ -218,18 +245,25 @@ def hostname(subject: Subject) -> Iterator[Line]:
         yield FABRIC.ok("hostname", f"{name} leads to {address}")
 
 
-def _paused(whose: str, way: str, rate: float) -> Line:
+def _still(subject: Subject, whose: str, rate: float) -> float:
+    """The share of time that pause frames can have stopped a port for; 1 where its rate is not said."""
+    megabits = ports.megabits(subject.machine, whose)
+    return min(1.0, rate * _PAUSED_BITS / (megabits * 1e6)) if megabits else 1.0
+
+
+def _paused(whose: str, way: str, rate: float, share: float) -> Line:
+    still = f"for up to {share:.0%} of the time"
     if way == "rx":
         return FABRIC.weak(
             "counters",
             f"{whose}: {rate:.3g} pause frames/s received",
-            "the switch holds this port back: its way is congested, and all that shares it waits",
+            f"the switch holds this port back {still}: its way is congested, and all that shares it waits",
             "tune ECN and PFC on switches and adapters, spread the traffic (adaptive routing, rails)",
         )
     return FABRIC.weak(
         "counters",
         f"{whose}: {rate:.3g} pause frames/s sent",
-        "this host takes in more slowly than its port receives, and holds up every sender",
+        f"this host takes in more slowly than its port receives, and holds up every sender {still}",
         "look at the adapter's PCIe link, NUMA node and GPUDirect (path nics, fabric nic links, gpudirect)",
     )
 

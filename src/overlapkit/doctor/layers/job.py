@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.layers import nccl_names
-from overlapkit.doctor.layers.nccl import settings
+from overlapkit.doctor.layers.configured import settings
 from overlapkit.doctor.line import Layer, Line, joined, spans
 from overlapkit.doctor.subject import Subject
 

@@ -1,18 +1,21 @@
 """The loop's surroundings: cores for workers, shared and pinned memory, the CPUs that a rank may run on."""
 
-import re
 from collections.abc import Callable, Iterator
 
 from overlapkit.doctor import limits, pci
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.layers import ports
-from overlapkit.doctor.line import Layer, Line, gib, spans
+from overlapkit.doctor.layers.host import LOOP, governor, huge_pages, swap
+from overlapkit.doctor.line import Line, gib, spans
 from overlapkit.doctor.machine import Machine, numbers
 from overlapkit.doctor.mounts import mount_of
 from overlapkit.doctor.subject import Subject
 
-LOOP = Layer("loop")
-_SHM = 1 << 30
+_SHM = 1 << 30  # bytes: 256 photographs of 3 x 224 x 224 float32 are 147 MiB, and a few batches are in flight
+_FILES = (
+    64  # a worker: two batches in flight of up to 16 tensors, a descriptor each, its pipes; and as much again
+)
+_USUAL = 16  # workers of a rank, where the user did not say
 _BESIDE = 3  # threads of a rank on a GPU beside the loop's: autograd, pinning, NCCL's proxy
 _BIND = "bind ranks to the NUMA node of their GPU: torchrun --numa-binding=node"
 
@@ -107,7 +110,9 @@ def locked(subject: Subject) -> Iterator[Line]:
     """How much memory this process may lock: RDMA needs that; CUDA's pinned memory does not count."""
     soft, _ = limits.limit(subject.machine, "Max locked memory")
     saw = "no limit" if soft == float("inf") else gib(soft)
-    if soft != float("inf") and any(
+    if soft < subject.machine.memory("MemTotal") and limits.may_lock_all(subject.machine):
+        yield LOOP.ok("locked memory", f"{saw}, which CAP_IPC_LOCK lifts")
+    elif soft < subject.machine.memory("MemTotal") and any(
         port.active for nic in ports.adapters(subject.machine) for port in nic.ports
     ):
         yield LOOP.weak(
@@ -120,19 +125,22 @@ def locked(subject: Subject) -> Iterator[Line]:
         yield LOOP.ok("locked memory", f"{saw}{'' if soft == float('inf') else ': enough without RDMA'}")
 
 
-def files(subject: Subject) -> Iterator[Line]:
-    """How many descriptors this process may have: workers pass tensors as such."""
-    soft, hard = limits.limit(subject.machine, "Max open files")
-    wanted = 64 * len(limits.allowed_cpus(subject.machine))
-    if soft < wanted:
-        yield LOOP.weak(
-            "open files",
-            f"{soft:g} (at most {hard:g})",
-            "with many workers: 'Too many open files', or batches that are handed over through files",
-            f"ulimit -n {min(hard, 65536):g}",
-        )
-    else:
-        yield LOOP.ok("open files", f"{soft:g}")
+def files(count: int | None) -> Callable[[Subject], Iterator[Line]]:
+    """The check of how many descriptors a process may have: workers pass tensors as such."""
+
+    def open_files(subject: Subject) -> Iterator[Line]:
+        soft, hard = limits.limit(subject.machine, "Max open files")
+        if soft < _FILES * (_USUAL if count is None else count):
+            yield LOOP.weak(
+                "open files",
+                f"{soft:g} (at most {hard:g})",
+                "with many workers: 'Too many open files', or batches that are handed over through files",
+                f"ulimit -n {min(hard, 65536):g}",
+            )
+        else:
+            yield LOOP.ok("open files", f"{soft:g}")
+
+    return open_files
 
 
 def affinity(subject: Subject) -> Iterator[Line]:
@@ -151,6 +159,10 @@ def affinity(subject: Subject) -> Iterator[Line]:
             f"{saw}; its GPU is on node {home}",
             "copies, launches and pinned buffers cross the sockets",
             _BIND,
+        )
+    elif len(on) > 1 and subject.on_gpus and place.world == 1:
+        yield LOOP.unknown(
+            "affinity", f"{saw}: this process is bound to none; look again as the job is started", _BIND
         )
     elif len(on) > 1 and (subject.on_gpus or place.local_world > 1):
         yield LOOP.weak(
@@ -198,67 +210,6 @@ def threads(subject: Subject) -> Iterator[Line]:
         yield LOOP.ok("threads", f"OMP_NUM_THREADS={text}" if text else f"not set: {started} threads")
 
 
-def huge_pages(subject: Subject) -> Iterator[Line]:
-    """Transparent huge pages."""
-    text = subject.machine.text("/sys/kernel/mm/transparent_hugepage/enabled")
-    marked = re.search(r"\[(\w+)\]", text)
-    chosen = marked[1] if marked else ""
-    if chosen == "never":
-        yield LOOP.weak(
-            "huge pages",
-            "transparent huge pages: never",
-            "large buffers (batches, staged checkpoints) are made of 4 KiB pages: slower to touch and to pin",
-            "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
-        )
-    elif chosen:
-        yield LOOP.ok("huge pages", f"transparent huge pages: {chosen}")
-    else:
-        yield LOOP.unknown("huge pages", f"the kernel says {text[:40]!r}")
-
-
-def governor(subject: Subject) -> Iterator[Line]:
-    """What sets the clock of the CPUs."""
-    top, found = "/sys/devices/system/cpu", set()
-    for name in subject.machine.names(top):
-        if name.startswith("cpu") and name[3:].isdigit():
-            folder = f"{top}/{name}/cpufreq"
-            parts = ("scaling_governor", "scaling_driver", "energy_performance_preference")
-            found.add(tuple(subject.machine.maybe(f"{folder}/{part}") or "" for part in parts))
-    found.discard(("", "", ""))
-    # "powersave" of these two drivers is their name for "as the load asks"; of others it is the lowest clock
-    scaled = {"intel_pstate", "amd-pstate-epp", "amd_pstate_epp"}
-    slow = [
-        one
-        for one in found
-        if (one[0] == "powersave" and one[1] not in scaled) or (one[1] in scaled and one[2] == "power")
-    ]
-    if not found:
-        yield LOOP.absent("governor", "the kernel does not set the CPUs' clock (a virtual machine, or fixed)")
-    elif slow:
-        yield LOOP.weak(
-            "governor",
-            " ".join(filter(None, slow[0])),
-            "CPUs stay at low clocks: launches, workers and the optimizer's host part take longer",
-            "as root: cpupower frequency-set -g performance",
-        )
-    else:
-        yield LOOP.ok("governor", ", ".join(sorted({one[0] for one in found})))
-
-
-def swap(subject: Subject) -> Iterator[Line]:
-    """Whether memory was moved to disk."""
-    whole, free, memory = (subject.machine.memory(name) for name in ("SwapTotal", "SwapFree", "MemTotal"))
-    if whole - free > 0.02 * memory:
-        yield LOOP.weak(
-            "swap",
-            f"{gib(whole - free)} of memory is on disk",
-            "a page that is needed again stops its thread for milliseconds",
-            "end what takes the memory; as root: swapoff -a, or sysctl vm.swappiness=1",
-        )
-    else:
-        yield LOOP.ok("swap", f"{gib(whole - free)} of {gib(whole)} in use" if whole else "none")
-
-
 def _cpus_by_node(machine: Machine) -> dict[int, set[int]]:
     top = "/sys/devices/system/node"
     found = {node: numbers(machine.maybe(f"{top}/node{node}/cpulist") or "") for node in pci.nodes(machine)}
@@ -285,7 +236,7 @@ def checks(count: int | None) -> tuple[Check, ...]:
         Check(LOOP, "memory", memory, needs="/proc"),
         Check(LOOP, "/dev/shm", shared_memory, needs="/proc"),
         Check(LOOP, "locked memory", locked, shared=False, needs="/proc"),
-        Check(LOOP, "open files", files, shared=False, needs="/proc"),
+        Check(LOOP, "open files", files(count), shared=False, needs="/proc"),
         Check(LOOP, "affinity", affinity, shared=False, needs="/proc"),
         Check(LOOP, "threads", threads, shared=False, needs="/proc"),
         Check(LOOP, "huge pages", huge_pages, needs="/sys"),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.layers import nccl_names, ports
+from overlapkit.doctor.layers.configured import adapters, settings
 from overlapkit.doctor.line import Layer, Line, joined
 from overlapkit.doctor.subject import Subject
 
@@ -124,9 +125,12 @@ def transport(subject: Subject) -> Iterator[Line]:
     if subject.place.nodes < 2:
         yield NCCL.ok("transport", f"on this machine {inside}")
         return
-    nics = [nic for nic in ports.adapters(subject.machine) if any(port.active for port in nic.ports)]
+    nics = [nic for nic in adapters(subject) if any(port.active for port in nic.ports)]
     plugin = _plugin(subject)
-    if why := _why_tcp(subject, env, nics, plugin):
+    if plugin and not nics:  # it may know a fabric that is no RDMA adapter, as clouds have
+        saw = f"on this machine {inside}; between machines plugin {plugin}, and no RDMA adapter is up"
+        yield NCCL.unknown("transport", saw, "NCCL_DEBUG=INFO says what it uses: look for NET/")
+    elif why := _why_tcp(subject, env, nics, plugin):
         yield NCCL.weak(
             "transport",
             f"on this machine {inside}; between machines TCP sockets: {why}",
@@ -193,20 +197,6 @@ def names(subject: Subject) -> Iterator[Line]:
         yield NCCL.ok("names", "every name is one that NCCL or torch reads")
 
 
-def settings(subject: Subject) -> dict[str, str]:
-    """NCCL's configuration files, and the environment, which goes before them."""
-    machine = subject.machine
-    home = machine.environ.get("HOME", "")
-    own = machine.environ.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home else "")
-    found: dict[str, str] = {}
-    for path in filter(None, ("/etc/nccl.conf", own)):
-        for line in (machine.maybe(path) or "").splitlines():
-            name, sign, value = line.partition("=")
-            if sign and not name.lstrip().startswith("#"):
-                found[name.strip()] = value.strip()
-    return {**found, **machine.environ}
-
-
 def _contradictions(env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     pairs = (
         ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"),
@@ -229,11 +219,11 @@ def _contradictions(env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
 def _strangers(subject: Subject, env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Variables that name an adapter or interface that is not here."""
     interfaces = [*ports.interfaces(subject.machine), "lo"]
-    adapters = [nic.name for nic in ports.adapters(subject.machine)]
+    nics = [nic.name for nic in ports.adapters(subject.machine)]
     for name, there in (
         ("NCCL_SOCKET_IFNAME", interfaces),
         ("GLOO_SOCKET_IFNAME", interfaces),
-        ("NCCL_IB_HCA", adapters),
+        ("NCCL_IB_HCA", nics),
     ):
         value = env.get(name, "").strip()
         if not value or value.startswith("^") or not subject.machine.has("/sys"):

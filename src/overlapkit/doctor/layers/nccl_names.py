@@ -58,12 +58,15 @@ FORMER = {
 }
 """Names that are no longer read, or only with a warning, and what took their place."""
 
+_BUILD = {f"NCCL_{name}" for name in ("DIR", "HOME", "INCLUDE_DIR", "LIBRARY", "LIB_DIR", "PATH", "ROOT")}
+"""Where builds look for it."""
+
 _LIKE = 0.88
 
 
 def is_one(name: str) -> bool:
     """Whether a variable is meant for NCCL."""
-    return "NCCL" in name.upper() and not name.upper().startswith(("OFI_NCCL", "RCCL_", "OVERLAPKIT"))
+    return name.upper().startswith(("NCCL_", "TORCH_NCCL_")) and name.upper() not in _BUILD
 
 
 def meant(name: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from overlapkit.doctor import pci
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.copying import host_to_device
-from overlapkit.doctor.layers import ports
+from overlapkit.doctor.layers.configured import adapters
 from overlapkit.doctor.layers.gpu import known
 from overlapkit.doctor.layers.nearest import located, nearest
 from overlapkit.doctor.line import Layer, Line, joined, spans
@@ -108,6 +108,13 @@ def nvlink(subject: Subject) -> Iterator[Line]:
     if not any(gpu.links for gpu in gpus):
         yield PATH.absent("nvlink", "these GPUs have no NVLink: they talk over PCIe")
         return
+    if len(gpus) < 2:
+        yield PATH.absent("nvlink", "one GPU: nothing to talk to")
+        return
+    if not any(counts):  # cards that could be bridged have links as well
+        remedy = "where they are bridged, or on one board: nvidia-smi nvlink -s, nvidia-fabricmanager"
+        yield PATH.unknown("nvlink", "no link of any GPU is up: cards without a bridge, or a fault", remedy)
+        return
     bad = [at for at, gpu in enumerate(gpus) if counts[at] < max(len(gpu.links or ()), max(counts))]
     for at in bad:
         yield PATH.weak(
@@ -156,7 +163,7 @@ def peers(subject: Subject) -> Iterator[Line]:
 
 def nics(subject: Subject) -> Iterator[Line]:
     """The nearest NIC of each GPU."""
-    up = [nic for nic in ports.adapters(subject.machine) if any(port.active for port in nic.ports)]
+    up = [nic for nic in adapters(subject) if any(port.active for port in nic.ports)]
     if not up:
         yield PATH.absent("nics", "no RDMA NIC that is up: nothing to be near to")
         return
@@ -179,7 +186,9 @@ def nics(subject: Subject) -> Iterator[Line]:
     said = [near.distance for near in found if near.distance]
     if said and not far:
         way = max(said, key=pci.DISTANCES.index)
-        yield PATH.ok("nics", f"each GPU's nearest NIC is {way} or nearer: {pci.FAR[way]}")
+        pairs = (f"{at} {near.adapters[0].name}" for at, near in enumerate(found) if near.adapters)
+        saw = f"each GPU's nearest NIC is {way} or nearer: {pci.FAR[way]} (GPU {joined(pairs, 16)})"
+        yield PATH.ok("nics", saw)
 
 
 def translation(subject: Subject) -> Iterator[Line]:

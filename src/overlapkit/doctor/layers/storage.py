@@ -14,9 +14,11 @@ from overlapkit.doctor.mounts import mount_of
 from overlapkit.doctor.subject import Subject
 
 STORAGE = Layer("storage")
-_SLOW_WRITE, _SLOW_READ, _SLOW_SYNC = 200e6, 100e6, 0.05
-_FULL = 0.05
-_BEHIND = 0.5  # of the median of all ranks
+_SLOW_WRITE = 200e6  # bytes a second: one hard disk's, and 10 GiB a rank take nearly a minute
+_SLOW_READ = 100e6  # likewise: a thousand photographs of 100 KiB, fewer than one GPU takes of a ResNet-50
+_SLOW_SYNC = 0.05  # seconds: a hard disk turns some times in these, SSDs and servers take a tenth
+_FULL = 0.05  # many file systems keep so much for root
+_BEHIND = 0.5  # of the median of all machines: what they share of a server differs by less
 
 Figures = dict[str, Any]
 """What this rank measured, for the comparison: rates in bytes per second by "checkpoints" and "data"."""
@@ -171,7 +173,7 @@ def _read(folder: Path, share: tuple[int, int], trials: Trials, figures: Figures
             "mend its permissions",
         )
         return
-    if found.nbytes < disk_trial.LEAST and found.seconds < 1:
+    if found.nbytes < disk_trial.LEAST and (found.seconds < 1 or not found.nbytes):
         yield STORAGE.unknown("data", f"{folder} holds too little to measure: {gib(found.nbytes)} were read")
         return
     rate = found.nbytes / found.seconds

@@ -11,9 +11,11 @@ from overlapkit.doctor.layers.job import JOB
 from overlapkit.doctor.line import Line, joined, spans
 from overlapkit.doctor.link.fit import WIRE, fit
 
-_SLOW_PAIR = 2.0  # times the usual pair of the same kind
+# Times the usual pair of the same kind. Sockets and switches between make less of a difference; what makes
+# a link half as fast (lanes, a port's rate) was read before.
+_SLOW_PAIR = 2.0
 _NAMED = 5  # pairs
-_SLOW_WORK = 1.5  # times the usual rank
+_SLOW_WORK = 1.5  # times the usual rank: GPUs of one model differ by some percent, a throttled one by half
 _STEPS: dict[str, dict[str, set[str] | None]] = {
     "link": {"path": None, "fabric": {"ports", "nic links", "counters"}},
     "transport": {"nccl": {"version", "transport"}, "fabric": {"gpudirect", "sockets", "hostname"}},
@@ -84,7 +86,9 @@ def _topology(figures: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Line
         return
     slow = {pair: ratio for pair, ratio in _ratios(pairs, hosts).items() if ratio > _SLOW_PAIR}
     if not slow:
-        saw = f"{len(pairs)} pairs, none slow; usually {usual:.3g} GB/s each way{part}"
+        least, most = (figures["pair_bytes"] / of(pairs.values()) / 1e9 for of in (max, min))
+        rates = f"{least:.3g} to {most:.3g} GB/s each way, usually {usual:.3g}"
+        saw = f"{len(pairs)} pairs, none slow: {rates}{part}"
         yield JOB.ok("topology", saw)
         return
     ranks = [rank for rank in range(figures["world"]) if _all_slow(rank, pairs, slow)]
