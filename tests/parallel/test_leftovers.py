@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 import overlapkit as ok
 from tests.parallel.models import Gpt, batch, half, loss_of, worst_error
@@ -146,3 +147,71 @@ def test_a_forward_that_raises_frees_what_it_gathered():
         return names == [type(parameter).__name__ for parameter in model.parameters()]
 
     assert run_ranks(2, job) == [True, True]
+
+
+class Loops(Gpt):
+    """Uses each block twice, in reentrant checkpoints: of each block, or of all."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def through(x: torch.Tensor, blocks: Any = self.blocks) -> torch.Tensor:
+            for block in blocks:
+                x = block(x)
+            return x
+
+        x = self.embed(tokens)
+        for _ in range(2):
+            parts = [self.blocks] if self.whole else [[block] for block in self.blocks]
+            for part in parts:
+                x = checkpoint(through, x, part, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+def test_units_are_used_several_times_in_one_backward_by_reentrant_checkpoints():
+    """FSDP2 reduces the first use that backward comes to; it kept the others' gradients for the next step."""
+
+    def job(rank: int) -> list[float]:
+        errors = []
+        for whole in (False, True):
+            torch.manual_seed(5)
+            model = Loops(whole)
+            truth = copy.deepcopy(model).double()
+            ok.shard(model, min_unit_mb=0)
+            for each, part in ((truth, lambda rows: rows), (model, half(rank))):
+                for step in (0, 1):
+                    loss_of(each, part(batch(step))).backward()
+                (loss_of(each, part(batch(2))) - 0.3 * loss_of(each, part(batch(3)))).backward()
+            errors.append(worst_error(model, truth)[1])
+        return errors
+
+    for errors in run_ranks(2, job):
+        assert max(errors) < 4e-6
+
+
+def test_hooks_that_would_not_be_called_are_refused():
+    model = Gpt()
+    model.head.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ValueError, match="head.weight has a hook on its gradient, and shard replaces"):
+        ok.shard(model)
+
+    def job(rank: int) -> str:
+        model = ok.shard(Gpt())
+        handle = model.blocks[1].up.weight.register_hook(lambda gradient: 2 * gradient)
+        with pytest.raises(RuntimeError) as error:
+            loss_of(model, batch(0)).backward()
+        handle.remove()
+        model.zero_grad()
+        truth = Gpt()
+        truth.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
+        for each in (model, truth):
+            loss_of(each, batch(0)).backward()
+        assert worst_error(model, truth)[1] < 2e-6
+        return str(error.value)
+
+    for text in run_ranks(2, job):
+        assert text.startswith(
+            "parameter blocks.1.up.weight has a hook of register_hook, which is not called"
+        )

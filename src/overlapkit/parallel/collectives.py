@@ -167,7 +167,9 @@ class ReduceScatter(_Collective):
     ) -> dist.Work | None:
         """Reduce `input_tensor` (n * ranks,) over the ranks, each rank's part into `output_tensor` (n,)."""
         self._group = group_name(group)
-        trained = (name for name, find in self._parameters.items() if find().requires_grad)
+        found = {name: find() for name, find in self._parameters.items()}
+        _refuse_hooks(found)
+        trained = (name for name, parameter in found.items() if parameter.requires_grad)
         self.label = self.label._replace(parameters=tuple(trained))
 
         def queue(async_op: bool = False) -> Any:
@@ -246,6 +248,16 @@ class ReduceScatter(_Collective):
                 log.between(LANE, TAIL, compute, (begun, log.mark(compute)), exposed=True)
 
         at_end_of_backward(ended)  # behind FSDP2's own, which makes the compute stream wait
+
+
+def _refuse_hooks(parameters: dict[str, torch.Tensor]) -> None:
+    """FSDP2 makes the gradients of shards itself, so that autograd calls no hook of theirs."""
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks:
+            raise RuntimeError(
+                f"parameter {name} has a hook of register_hook, which is not called for a sharded parameter: "
+                "use register_post_accumulate_grad_hook, which finds the reduced gradient in .grad"
+            )
 
 
 def _spans(whole: Any, mesh: Any) -> bool:

@@ -5,13 +5,12 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.nn as nn
 
 from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
-from overlapkit.parallel.merging import MIN_UNIT_MB
 from overlapkit.parallel.leftovers import Leftovers
+from overlapkit.parallel.merging import MIN_UNIT_MB
 from overlapkit.parallel.meshes import must_agree
 from overlapkit.parallel.offload import offloaded, resolve_offload
 from overlapkit.parallel.preconditions import check_holders
@@ -244,7 +243,7 @@ def _apply(sharding: Sharding, schedule: Schedule, offload: "OffloadPolicy | Non
     if sharding.policy and sharding.policy.param_dtype:
         train_later(sharding.model, sharding.units)
     schedule.apply(sharding)
-    Leftovers(sharding.model, [first(unit) for unit in sharding.units])
+    Leftovers(sharding.model, [unit.modules for unit in sharding.units])
 
 
 def _size(unit: Unit) -> int:

@@ -1,4 +1,4 @@
-"""What a forward leaves gathered, and what an exception leaves half done: nothing of it reaches the next step."""
+"""What a forward leaves gathered and an exception half done does not reach the next step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,25 +12,28 @@ from overlapkit.parallel.traffic import in_backward
 
 
 class Leftovers:
-    """Frees what forward gathered for a backward that does not come: optimizers would change weights under it.
+    """Frees what forward gathered for a backward that does not come: weights change, the copies would not.
 
-    FSDP2 frees in backward only. Gathered copies outlive a forward without gradients (pytorch#149029, #147179),
-    one whose loss is thrown away, and one that raised; so does an all-gather for a unit that forward did not
-    reach. After an exception FSDP2 also takes itself for being in the middle of a step, and no later backward
-    would reduce the root's gradients.
+    FSDP2 frees in backward only. Gathered copies outlive a forward without gradients (pytorch#149029,
+    #147179), one whose loss is thrown away, and one that raised; so does an all-gather for a unit that no
+    forward reached. After an exception FSDP2 also takes itself for being in the middle of a step, and no
+    later backward would reduce the root's gradients.
 
     Args:
         model: The root, sharded.
-        units: A module of each unit.
+        units: The modules of each unit.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
         self._root: Any = model
-        self._units = units
+        self._units: list[Any] = [modules[0] for modules in units]  # one stands for all
         self._awaited = False  # whether a forward ended, and no backward has begun since
         # No graph can hold them.
         model.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True)
         model.register_forward_hook(torch.compiler.disable(self._after), always_call=True)
+        for modules in units:
+            for module in modules:
+                module.register_forward_pre_hook(torch.compiler.disable(_use_again), prepend=True)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if in_backward():  # recomputation
@@ -86,3 +89,17 @@ class Leftovers:
                 group._post_forward_indices.clear()
                 forget(group)
         self._free()
+
+
+def _use_again(module: Any, args: Any) -> None:
+    """Let a unit that is done in this backward be recomputed in it once more, for another forward.
+
+    FSDP2 takes that for a part of what it has reduced already: with reentrant checkpoints it would keep the
+    second use's gradients, unreduced, for the next step.
+    """
+    state = module._get_fsdp_state()
+    groups = groups_of(module)
+    stages = {group._training_state.name for group in groups}
+    if state._training_state.name == "PRE_BACKWARD" and stages == {"POST_BACKWARD"}:
+        for each in (state, *groups):
+            each._training_state = type(each._training_state).IDLE

@@ -193,6 +193,11 @@ def _check_unit(unit: Unit) -> None:
                 f"parameter {name} is not contiguous (strides {parameter.stride()}): "
                 "replace it by its .contiguous()"
             )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name} has a hook on its gradient, and shard replaces the parameter: call its "
+                "register_post_accumulate_grad_hook after shard instead"
+            )
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:
