@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from overlapkit.doctor import pci
 from overlapkit.doctor.machine import Machine, Unreadable
 from overlapkit.doctor.subject import Place
 from tests.doctor.looking import look, named, weak
@@ -29,6 +30,28 @@ def test_a_healthy_node_has_no_weak_and_no_unknown_line(node):
     )
     assert named(lines, "loop", "cores").saw.startswith("16 cores a rank")
     assert {line.layer for line in lines} >= {"gpu", "path", "fabric", "nccl", "kernels", "framework", "loop"}
+
+
+# `nvidia-smi topo -m` of an HGX H100 machine: GPUs by adapters, of the first and of the last of each socket
+TOPOLOGY = """
+        NIC0  NIC1  NIC2  NIC3  NIC4  NIC5  NIC6  NIC7  NUMA
+GPU0    PIX   NODE  NODE  NODE  SYS   SYS   SYS   SYS   0
+GPU3    NODE  NODE  NODE  PIX   SYS   SYS   SYS   SYS   0
+GPU4    SYS   SYS   SYS   SYS   PIX   NODE  NODE  NODE  1
+GPU7    SYS   SYS   SYS   SYS   NODE  NODE  NODE  PIX   1
+"""
+
+
+def test_the_tree_is_read_as_nvidia_smi_reads_it(node):
+    machine = node.tree.machine()
+    for row in TOPOLOGY.strip().splitlines()[1:]:
+        name, *ways, home = row.split()
+        gpu = node.driver.gpus[int(name[3:])].address
+        nics = [f"0000:{at + 1}4:00.0" for at in range(8)]
+        assert [pci.distance(machine, gpu, nic) for nic in nics] == ways, name
+        assert pci.numa_node(machine, gpu) == int(home)
+    told = "(GPU 0 mlx5_0, 1 mlx5_1, 2 mlx5_2, 3 mlx5_3, 4 mlx5_4, 5 mlx5_5, 6 mlx5_6, 7 mlx5_7)"
+    assert named(look(node), "path", "nics").saw.endswith(told)
 
 
 def test_a_nic_on_the_wrong_socket(tmp_path):

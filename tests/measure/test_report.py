@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ from torch import nn
 
 from overlapkit.measure import StepMeter
 from overlapkit.measure import meter as module
-from overlapkit.measure.across.ranks import LateRank, Ranks
+from overlapkit.measure.across.ranks import LateRank, RankPart, Ranks
+from overlapkit.measure.across.sequence import Mismatch
 from overlapkit.measure.memory import Peak
 from overlapkit.span import Span
 from tests.fake_clock import FakeClock, FakeComponent
@@ -199,6 +201,32 @@ def test_communication_left_is_the_tail_where_it_is_told(monkeypatch):
     assert answer.evidence.startswith("5.00 ms exposed in all; ")
 
 
+def test_no_other_finding_than_a_late_rank_hides_the_communication(monkeypatch):
+    ranks = Ranks(8, 1, 4, 4, {}, 8, 0.0, (), False, 2.0, 0.0, 30.0, (), (), None)
+    run = Run(monkeypatch)
+    for _ in range(4):
+        run.step(input=15, communication=2)
+    monkeypatch.setattr(run.meter._across, "ranks", lambda patience: ranks)
+    assert [one.lane for one in run.meter.report().findings] == ["input", "communication"]
+
+
+def test_a_run_whose_ranks_do_not_come_together_is_not_called_healthy(monkeypatch):
+    late = LateRank(3, 4, 4, 9.0, None, 0.0, None)
+    parts = {"communication": RankPart(3.0, 12.0, 1, 9.0)}
+    ranks = Ranks(8, 1, 4, 4, parts, 8, 9.0, (late,), False, 0.1, 9.0, 30.0, (), (), None)
+    run = Run(monkeypatch)
+    for _ in range(4):
+        run.step(communication=12)
+    monkeypatch.setattr(run.meter._across, "ranks", lambda patience: ranks)
+    report = run.meter.report()
+    assert report.findings == ()  # of communication: 0.1 ms of transfer
+    assert report.verdict.startswith("Ranks wait for each other for 9.0 ms, 30% of a step of 30.0 ms")
+    mismatch = Mismatch("", "collective 7", (3,), "all_reduce (4,)", "all_reduce (8,)")
+    differing = replace(ranks, late=(), mismatches=(mismatch,))
+    monkeypatch.setattr(run.meter._across, "ranks", lambda patience: differing)
+    assert "rank 3 issued all_reduce (4,), the others all_reduce (8,)" in run.meter.report().verdict
+
+
 def test_a_late_rank_and_a_long_tail_have_a_fix_each(monkeypatch):
     late = LateRank(3, 4, 4, 9.0, "backward", 9.0, None)
     ranks = Ranks(8, 1, 4, 4, {}, 8, 9.0, (late,), False, 3.0, 9.0, 33.0, (), (), None)
@@ -285,6 +313,7 @@ def test_when_buckets_became_ready(monkeypatch):
         (Peak(0, 1 << 20, 0, "optimizer"), False, "optimizer", "+1.0 MiB in the optimizer of step 0"),
         (Peak(0, 1 << 20, 3, "outside"), True, "checkpoint, perhaps", "before step 3 began"),
         (Peak(0, 1 << 20, 3, "outside"), False, "no", "before step 3 began"),
+        (Peak(0, 1 << 20, 3, "paused"), False, "no", "in a pause of step 3"),
         (Peak(0, 1 << 20, 31, None), True, "unknown", "somewhere in steps 16..31"),
     ],
 )

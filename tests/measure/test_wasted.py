@@ -53,9 +53,17 @@ def test_full_float32_is_named_with_what_tf32_would_leave(tf32):
     assert list(find_waste(products, A100, (8, 0))) == []
 
 
-@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
-def test_where_there_is_no_tf32_none_is_missed(tf32, capability):
-    assert list(find_waste({product(dtype=torch.float32): 10**9}, "Tesla V100-SXM2-16GB", capability)) == []
+@pytest.mark.parametrize(
+    ("device", "capability"),
+    [
+        ("Tesla V100-SXM2-16GB", (7, 0)),
+        ("a device that nobody knows", (7, 5)),
+        ("AMD Instinct MI250X", (9, 0)),
+        ("AMD Instinct MI355X", (9, 5)),
+    ],
+)
+def test_where_there_is_no_tf32_none_is_missed(tf32, device, capability):
+    assert list(find_waste({product(dtype=torch.float32): 10**9}, device, capability)) == []
 
 
 def test_a_vocabulary_that_misses_is_named_with_the_size_to_take(tf32):

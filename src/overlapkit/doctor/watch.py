@@ -12,6 +12,7 @@ class Watch:
 
     Attributes:
         first: The counters when it began; None before.
+        passed: Seconds between the two readings.
 
     Args:
         machine: Whose.
@@ -27,6 +28,7 @@ class Watch:
     ) -> None:
         self._machine, self._clock, self._sleep = machine, clock, sleep
         self.first: dict[tuple[str, str], int] | None = None
+        self.passed = 0.0
         self._began = 0.0
 
     def begin(self) -> None:
@@ -40,6 +42,7 @@ class Watch:
         left = self._began + seconds - self._clock()
         if self.first and left > 0:
             self._sleep(left)
-        now, passed = ports.counters(self._machine), self._clock() - self._began
+        now = ports.counters(self._machine)
+        self.passed = self._clock() - self._began
         rises = {key: value - self.first.get(key, value) for key, value in now.items()}
-        return {key: rise / passed for key, rise in rises.items() if rise > 0 and passed > 0}
+        return {key: rise / self.passed for key, rise in rises.items() if rise > 0 and self.passed > 0}

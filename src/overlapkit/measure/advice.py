@@ -64,13 +64,14 @@ def find(
         products: FLOPs of a step's matrix products, by shape.
     """
     detail = detail or StepDetail()
-    found = _late(window)
+    late = _late(window)
+    found = list(late)
     left = _transfer_ms(window)  # no bucket or prefetch mends what was waited for a late rank
     for lane, fix in _FIXES.items():
         cost = _cost_ms(lane, window, detail)
         if lane == "communication" and left is not None:
             cost = min(cost, left)
-            if cost < found[0].exposed_ms / 5:  # measured in its shadow: mend that first
+            if late and cost < late[0].exposed_ms / 5:  # measured in its shadow: mend that first
                 continue
         share = cost / window.period_ms if window.period_ms else 0.0
         if share >= _NOTABLE[lane]:

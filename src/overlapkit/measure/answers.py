@@ -183,4 +183,5 @@ def _place(peak: Peak) -> str:
         return f"somewhere in steps {max(0, peak.step - 15)}..{peak.step}"
     if peak.phase == "outside":
         return f"before step {peak.step} began"
-    return f"{'between the phases' if peak.phase == 'inside' else f'in the {peak.phase}'} of step {peak.step}"
+    phase = {"inside": "between the phases", "paused": "in a pause"}.get(peak.phase, f"in the {peak.phase}")
+    return f"{phase} of step {peak.step}"

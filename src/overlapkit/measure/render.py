@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overlapkit.measure.across.table import ranks_table
+from overlapkit.measure.across.words import unexplained
 from overlapkit.measure.render_detail import detail_table
 from overlapkit.measure.traces.tables import lanes_table
 
@@ -32,6 +33,8 @@ def sentence(report: "StepReport") -> str:
     if report.period_ms is None:
         return "No step has been measured yet."
     step = f"a {'step' if _has_steps(report) else 'trace'} of {report.period_ms:.1f} ms"
+    if not report.findings and report.ranks is not None and (apart := unexplained(report.ranks)):
+        return apart
     if not report.findings:
         unknown = [name for name, part in report.parts.items() if part.mean_ms is None]
         waits = "" if report.exposed_share is None else f"; {report.exposed_share:.1%} was spent waiting"

@@ -44,10 +44,11 @@ def find_waste(products: Mapping[Product, int], device: str, capability: tuple[i
     on_device = {one: flops for one, flops in products.items() if one.device == "cuda"}
     full = sum(flops for one, flops in on_device.items() if one.dtype == torch.float32)
     tf32 = tf32_allowed()
-    if full and capability >= (8, 0) and not tf32:
+    left = _left_by_tf32(device, capability)
+    if full and left < 1 and not tf32:
         yield Waste(
             full / whole,
-            1 - _left_by_tf32(device),
+            1 - left,
             "torch.set_float32_matmul_precision",
             '"high": float32 products run without tensor cores while TF32 is off (or train in bfloat16)',
         )
@@ -77,6 +78,9 @@ def _say(worst: Product, tf32: bool) -> str:
     )
 
 
-def _left_by_tf32(device: str) -> float:
+def _left_by_tf32(device: str, capability: tuple[int, int]) -> float:
+    """Of the time of float32 products; 1 where there is no TF32 (AMD counts its capabilities from 9 on)."""
     peak = peak_of(device)
-    return _TF32_GAIN if peak is None or peak.tf32 is None else peak.single / peak.tf32
+    if peak is not None:
+        return 1.0 if peak.tf32 is None else peak.single / peak.tf32
+    return _TF32_GAIN if capability >= (8, 0) else 1.0

@@ -233,6 +233,44 @@ def test_numbers_of_collectives_match_what_was_recorded_in_part(tmp_path):
     assert (arrivals.collectives, arrivals.ranks[0].waited) == (2, 18_000)
 
 
+def test_process_groups_of_the_same_ranks_count_by_themselves(tmp_path):
+    """As a group of its own for reduce-scatter: both have a collective 1, and one a second."""
+    for rank in (0, 1):
+        made = HandTrace(rank, 2)
+        for turn, (name, number) in enumerate([("1", 1), ("2", 1), ("1", 2)]):
+            start = 100 * turn + (10 + turn) * rank
+            args = {"Process Group Name": name, "Process Group Ranks": "[0, 1]", "Seq": number}
+            made.collective(start, 100 * turn + 50, **args)
+        made.write(tmp_path / f"rank{rank}.json")
+    arrivals = explain(tmp_path).trace.arrivals
+    assert (arrivals.collectives, arrivals.ranks[0].waited) == (3, 33_000)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [("Float", 4), ("BFloat16", 2), ("Long", 8), ("Byte", 1), ("Float8_e4m3fn", 1), ("ComplexFloat", 8)],
+)
+def test_bytes_of_a_collective(tmp_path, dtype, size):
+    made = HandTrace()
+    made.collective(0, 10, **{"Collective name": "allreduce", "In msg nelems": 1000, "dtype": dtype})
+    made.collective(20, 30, **{"Collective name": "allreduce", "In msg nelems": 1000, "dtype": "Quaternion"})
+    said = explain(made.write(tmp_path / "t.json")).trace.ranks[0].timeline.host.collectives
+    assert [one.bytes for one in said] == [1000 * size, None]
+
+
+def test_what_was_waited_before_the_first_step_is_not_of_a_step(tmp_path):
+    for rank in (0, 1):
+        made = HandTrace(rank, 2)
+        made.collective(9000 * rank, 9500, launch=-10)
+        made.step(0, 9600, 10_600)
+        made.work("gemm", 9700, 10_700, launch=9650)
+        made.collective(10_700 + 20 * rank, 10_800, launch=9660)
+        made.write(tmp_path / f"rank{rank}.json")
+    report = explain(tmp_path)
+    assert report.trace.arrivals.ranks[0].waited == 9_020_000
+    assert answers(report)["ranks together"].value == pytest.approx(0.02 / 2)  # the mean of two ranks
+
+
 def test_ranks_that_share_nothing_say_so(tmp_path):
     for rank in (0, 1):
         made = HandTrace(rank, 2)
@@ -362,6 +400,18 @@ def test_peak_memory(tmp_path):
     report = explain(made.write(tmp_path / "t.json"))
     told = answers(report)["peak memory"]
     assert (told.value, told.verdict, told.evidence) == (30, "no", "allocated, in backward")
+    assert report.peak_memory == 30 << 20
+
+
+def test_peak_memory_of_each_device(tmp_path):
+    made = HandTrace()
+    for device, size in ((0, 10 << 20), (1, 30 << 20)):
+        made.work("k", 10, 20, launch=5)
+        made.events[-1]["args"]["device"] = device
+        event = {"ph": "i", "s": "t", "cat": "cpu_instant_event", "name": "[memory]", "tid": HOST, "ts": 6}
+        made.events.append(event | {"args": {"Total Allocated": size, "Device Type": 1, "Device Id": device}})
+    report = explain(made.write(tmp_path / "t.json"))
+    assert [one.memory_peak[0] for one in report.trace.ranks] == [10 << 20, 30 << 20]
     assert report.peak_memory == 30 << 20
 
 

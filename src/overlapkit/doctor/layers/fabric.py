@@ -145,7 +145,7 @@ def counting(watch: Watch, seconds: float) -> Callable[[Subject], Iterator[Line]
                 else "no pause frame"
             )
             total = sum(watch.first.values())
-            yield FABRIC.ok("counters", f"no error, {saw} in {seconds:g} s ({total} since boot)")
+            yield FABRIC.ok("counters", f"no error, {saw} in {watch.passed:.3g} s ({total} since boot)")
 
     return counters
 

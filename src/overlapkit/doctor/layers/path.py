@@ -186,7 +186,9 @@ def nics(subject: Subject) -> Iterator[Line]:
     said = [near.distance for near in found if near.distance]
     if said and not far:
         way = max(said, key=pci.DISTANCES.index)
-        yield PATH.ok("nics", f"each GPU's nearest NIC is {way} or nearer: {pci.FAR[way]}")
+        pairs = (f"{at} {near.adapters[0].name}" for at, near in enumerate(found) if near.adapters)
+        saw = f"each GPU's nearest NIC is {way} or nearer: {pci.FAR[way]} (GPU {joined(pairs, 16)})"
+        yield PATH.ok("nics", saw)
 
 
 def translation(subject: Subject) -> Iterator[Line]:

@@ -11,9 +11,9 @@ from overlapkit.doctor.layers.job import JOB
 from overlapkit.doctor.line import Line, joined, spans
 from overlapkit.doctor.link.fit import WIRE, fit
 
-_SLOW_PAIR = (
-    2.0  # times the usual pair of the same kind: below that, sockets and switches between make a difference
-)
+# Times the usual pair of the same kind. Sockets and switches between make less of a difference; what makes
+# a link half as fast (lanes, a port's rate) was read before.
+_SLOW_PAIR = 2.0
 _NAMED = 5  # pairs
 _SLOW_WORK = 1.5  # times the usual rank: GPUs of one model differ by some percent, a throttled one by half
 _STEPS: dict[str, dict[str, set[str] | None]] = {

@@ -59,6 +59,19 @@ def is_late(ranks: Ranks) -> bool:
     return _share(ranks, ranks.explained_ms) >= _NOTABLE
 
 
+def unexplained(ranks: Ranks) -> str | None:
+    """What keeps ranks apart without a finding, in a sentence; None where nothing does."""
+    if ranks.mismatches:
+        return f"Collectives differ between ranks: {ranks.mismatches[0]}."
+    share = _share(ranks, ranks.late_ms)
+    if share < _NOTABLE:
+        return None
+    return (
+        f"Ranks wait for each other for {ranks.late_ms:.1f} ms, {share:.0%} of a step of "
+        f"{ranks.period_ms:.1f} ms, and nothing that they do explains it: look at the network and the hosts."
+    )
+
+
 def remedy(ranks: Ranks) -> tuple[str, str]:
     """Who to look at, and for what."""
     first = ranks.explained[0]

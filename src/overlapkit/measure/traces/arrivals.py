@@ -67,6 +67,17 @@ class Arrivals:
         """Who waited most."""
         return max(self.ranks, key=lambda one: one.waited)
 
+    def waited_in_steps(self, place: int, timeline: Timeline) -> int:
+        """What a rank waited within the profiler's steps, nanoseconds; in all where there are none.
+
+        Args:
+            place: Of the rank among those compared.
+            timeline: Of that rank.
+        """
+        anywhere = not len(timeline.host.windows.starts)
+        waits = self.waits[place].items()
+        return _waited(timeline, {row: wait for row, wait in waits if anywhere or timeline.steps[row] >= 0})
+
     def tail_wait(self, place: int, timeline: Timeline, step: TracedStep) -> int:
         """What of a step's tail was spent waiting for a late rank.
 
@@ -114,16 +125,18 @@ def compare(ranks: Sequence[TracedRank]) -> Arrivals | str:
         for (place, _, row), wait in zip(match, seen.waits[0], strict=True):
             waits[place][row] = int(wait)
     arrivals = [
-        Arrival(one.rank, _waited(one, waits[place]), last[place], len(waits[place]), int(offsets[place]))
+        Arrival(
+            one.rank, _waited(one.timeline, waits[place]), last[place], len(waits[place]), int(offsets[place])
+        )
         for place, one in enumerate(ranks)
     ]
     return Arrivals(len(matched), transfer, tuple(arrivals), tuple(waits))
 
 
-def _waited(one: TracedRank, waits: dict[int, int]) -> int:
+def _waited(timeline: Timeline, waits: dict[int, int]) -> int:
     rows = np.array(list(waits), dtype=np.int64)
     lengths = np.array(list(waits.values()), dtype=np.int64)
-    return int(time_waited(one.timeline.starts[rows][:, None], lengths[:, None])[0])
+    return int(time_waited(timeline.starts[rows][:, None], lengths[:, None])[0])
 
 
 _Entry = tuple[int, TracedRank, Ints]  # place among the ranks, the rank, its rows in the order of launches
@@ -157,8 +170,8 @@ def _groups(ranks: Sequence[TracedRank]) -> Iterator[list[_Entry]]:
 def _matches(group: list[_Entry]) -> Iterator[_Match]:
     """The n-th of one rank is the n-th of another, where they are of the same kinds; else step by step."""
     if all(_says(one, row).sequence is not None for _, one, rows in group for row in rows):
-        by_number = [{_says(one, row).sequence: row for row in rows} for _, one, rows in group]
-        for number in sorted(set.intersection(*(set(rows) for rows in by_number)), key=lambda n: n or 0):
+        by_number = [{_number(_says(one, row)): row for row in rows} for _, one, rows in group]
+        for number in sorted(set.intersection(*(set(rows) for rows in by_number))):
             pairs = zip(group, by_number, strict=True)
             yield [(place, one, int(rows[number])) for (place, one, _), rows in pairs]
     elif _same(group):
@@ -173,6 +186,11 @@ def _matches(group: list[_Entry]) -> Iterator[_Match]:
 def _same(group: list[_Entry]) -> bool:
     kinds = [[_says(one, row).kind for row in rows] for _, one, rows in group]
     return all(of_rank == kinds[0] for of_rank in kinds)
+
+
+def _number(says: Collective) -> tuple[str, int]:
+    """Process groups of the same ranks each count by themselves."""
+    return says.name, says.sequence or 0
 
 
 def _says(one: TracedRank, row: int) -> Collective:

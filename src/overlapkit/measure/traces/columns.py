@@ -57,14 +57,16 @@ class Collective:
     Attributes:
         kind: As "allreduce"; of the kernel's name where there is nothing else.
         group: Of ranks, as text; empty where unknown.
-        sequence: Its number in the group, or None.
+        sequence: Its number among those of its process group, or None.
         bytes: Of its input, or None.
+        name: Of the process group, as text: several may have the same ranks.
     """
 
     kind: str
     group: str
     sequence: int | None
     bytes: int | None
+    name: str = ""
 
 
 class Columns:
@@ -203,6 +205,8 @@ def _id(value: Any) -> int:
 
 
 _SIZES = {"double": 8, "long": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "short": 2}
+_SIZES |= {"uint64": 8, "uint32": 4, "uint16": 2, "byte": 1, "char": 1, "bool": 1}
+_SIZES |= {"complexdouble": 16, "complexfloat": 8, "complexhalf": 4}
 
 
 def _describe(event: Event) -> Collective:
@@ -212,10 +216,14 @@ def _describe(event: Event) -> Collective:
     kind = args.collective if isinstance(args.collective, str) else _kind_of(name)
     group = args.ranks if isinstance(args.ranks, str) and "..." not in args.ranks else args.group
     elements = _id(args.elements)
-    size = _SIZES.get(args.dtype.lower(), 1) if isinstance(args.dtype, str) else None
+    dtype = args.dtype.lower() if isinstance(args.dtype, str) else ""
+    size = 1 if dtype.startswith("float8") else _SIZES.get(dtype)
     nbytes = elements * size if elements >= 0 and size is not None and elements < 1 << 50 else None
     sequence = _id(args.sequence)
-    return Collective(kind[:64], str(group or "")[:4096], None if sequence < 0 else sequence, nbytes)
+    name = args.group if isinstance(args.group, str) else ""
+    return Collective(
+        kind[:64], str(group or "")[:4096], None if sequence < 0 else sequence, nbytes, name[:256]
+    )
 
 
 def _kind_of(name: str) -> str:

@@ -74,7 +74,9 @@ class Summary:
         arrivals = self.detail.arrivals
         if not isinstance(arrivals, Arrivals):
             return None
-        return sum(one.waited for one in arrivals.ranks) / len(self.steps) / 1e6
+        places = enumerate(self.detail.ranks)
+        waits = [arrivals.waited_in_steps(place, one.timeline) for place, one in places]
+        return sum(waits) / len(self.steps) / 1e6
 
     def _tail_wait_ms(self, tails: int) -> float | None:
         arrivals = self.detail.arrivals

@@ -219,7 +219,10 @@ def find_peak(columns: Columns, base: int, timeline: Timeline) -> Peak:
     """The most memory that the profiler saw allocated, on the device if there is one, and in which phase."""
     allocated, kind = columns.memory.column(0), columns.memory.column(1)
     times = columns.memory.starts_ends()[0] + base
-    rows = np.flatnonzero((kind == 0) == (timeline.device is None))
+    mine = (kind == 0) == (timeline.device is None)
+    if isinstance(timeline.device, int):
+        mine &= columns.memory.column(2) == timeline.device
+    rows = np.flatnonzero(mine)
     if not len(rows) or not len(timeline.starts):
         return None
     row = rows[np.argmax(allocated[rows])]
