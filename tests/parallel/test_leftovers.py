@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import overlapkit as ok
@@ -26,6 +27,13 @@ class Exits(Gpt):
         for block in self.blocks[: self.depth]:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Keeps(Gpt):
+    """Its forward returns nothing."""
+
+    def forward(self, tokens: torch.Tensor) -> None:
+        vars(self)["logits"] = super().forward(tokens)
 
 
 class Fails(torch.autograd.Function):
@@ -147,6 +155,23 @@ def test_a_forward_that_raises_frees_what_it_gathered():
         return names == [type(parameter).__name__ for parameter in model.parameters()]
 
     assert run_ranks(2, job) == [True, True]
+
+
+def test_a_forward_that_returns_nothing_has_not_failed():
+    def step(model: nn.Module, tokens: torch.Tensor) -> None:
+        model(tokens[:, :-1])
+        F.cross_entropy(model.logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+    def job(rank: int) -> float:
+        torch.manual_seed(5)
+        model = Keeps(tied=True)
+        truth = copy.deepcopy(model).double()
+        ok.shard(model)
+        for each, part in ((truth, lambda rows: rows), (model, half(rank))):
+            step(each, part(batch(0)))
+        return worst_error(model, truth)[1]
+
+    assert max(run_ranks(2, job)) < 2e-6
 
 
 class Loops(Gpt):

@@ -28,9 +28,11 @@ class Leftovers:
         self._root: Any = model
         self._units: list[Any] = [modules[0] for modules in units]  # one stands for all
         self._awaited = False  # whether a forward ended, and no backward has begun since
+        self._running = False
         # No graph can hold them.
         model.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True)
-        model.register_forward_hook(torch.compiler.disable(self._after), always_call=True)
+        model.register_forward_hook(torch.compiler.disable(self._after))
+        model.register_forward_hook(torch.compiler.disable(self._failed), always_call=True)
         for modules in units:
             for module in modules:
                 module.register_forward_pre_hook(torch.compiler.disable(_use_again), prepend=True)
@@ -42,20 +44,25 @@ class Leftovers:
             self._abandon_backward()
         elif self._awaited:
             self._free()
-        self._awaited = False
+        self._awaited, self._running = False, True
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
             return
-        if output is None:  # it raised; where it just returns nothing, this does no harm
-            self._end_forward()  # and waits for nothing: it may have been a rank that died
-        elif not torch.is_grad_enabled():
+        self._running = False
+        if not torch.is_grad_enabled():
             self._free()
             return
         self._awaited = True
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
+
+    def _failed(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called last, also where forward raised. It waits for nothing: a rank may have died."""
+        if self._running:
+            self._end_forward()
+            self._awaited, self._running = True, False
 
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         self._awaited = False
