@@ -101,3 +101,9 @@ def test_blocks_of_two_lists_share_no_unit() -> None:
     for plan in _shard_plans(Job(profile, SLOW, 2)):
         assert plan.units is not None
         assert ("decoder.0",) in plan.units
+
+
+def test_reductions_on_the_cpu_receive_beside_what_they_send() -> None:
+    assert memory_of(Job(made(), SLOW, 4), ShardPlan()).reduced == 3 * 4 * MIB + 2 * 3 * MIB
+    on_gpu = Job(replace(made(), device="cuda"), SLOW, 4)
+    assert memory_of(on_gpu, ShardPlan()).reduced == 2 * 4 * MIB

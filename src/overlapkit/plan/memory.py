@@ -14,7 +14,8 @@ class Memory:
         state: Parameters, gradients and the optimizer's state of this rank's share.
         gathered: Whole parameters of the units that are there at once: those that are kept, the one that
             computes, and those that are gathered ahead.
-        reduced: Whole gradients of the units whose reduction is under way.
+        reduced: Whole gradients of the unit that computes, and of those whose reduction is under way with, on
+            the CPU, what is received for it.
         activations: What autograd keeps for backward, and one block's more where blocks are recomputed.
     """
 
@@ -54,8 +55,11 @@ def memory_of(job: Job, plan: ShardPlan, *, optimizer_bytes: int = 8, replicated
         : ahead + 1
     ]
     gathered = sum(one.kept_bytes for one in work) + sum(moving)
-    flying = 1 + (rules.buffers or 1)
-    reduced = sum(sorted((one.reduce_bytes for one in work), reverse=True)[:flying])
+    flying = rules.buffers or 1
+    largest = sorted((one.reduce_bytes for one in work), reverse=True)[: flying + 1]  # one is computed
+    reduced = sum(largest)
+    if job.profile.device == "cpu":  # what other ranks send is received beside it, then summed
+        reduced += sum(largest[:flying]) * (share - 1) // share
     return Memory(state, gathered, reduced, kept)
 
 
