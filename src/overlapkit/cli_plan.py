@@ -19,6 +19,7 @@ def plan(
     link: LinkFile = None,
     node_gb_s: NodeRate = None,
     network_gb_s: NetworkRate = None,
+    copy_gb_s: Annotated[float | None, typer.Option(help="GB/s of copies into and out of buffers.")] = None,
     node_size: Annotated[int, typer.Option(help="Ranks a node.")] = 8,
     node_us: Annotated[float, typer.Option(help="Latency of a hop inside a node.")] = 2.0,
     network_us: Annotated[float, typer.Option(help="Latency of a hop between nodes.")] = 6.0,
@@ -48,7 +49,7 @@ def plan(
     from overlapkit.plan import choose as choose_plan
 
     measured, worlds = Measured.load(profile), _worlds(ranks)
-    wire = _link(link, node_gb_s, network_gb_s, node_size, node_us, network_us)
+    wire = _link(link, node_gb_s, network_gb_s, copy_gb_s, node_size, node_us, network_us)
     failures = None if mtbf_h is None else Failures(mtbf_h * 3600, restart_s, stall_s, write_s)
     options: dict[str, Any] = {
         "wrapper": wrapper,
@@ -56,6 +57,7 @@ def plan(
         "param_bytes": param_bytes,
         "reduce_bytes": reduce_bytes,
         "spread": spread,
+        "optimizer_s": optimizer_ms / 1e3,
         "failures": failures,
     }
     chosen = None if plan_file is None else ShardPlan.load(plan_file)
@@ -65,7 +67,7 @@ def plan(
         memory = None if memory_gib is None else round(memory_gib * 2**30)
         chosen = choose_plan(measured, wire, memory, world=worlds[0], **options)
         chosen.save(choose)
-    found = scale(measured, wire, worlds, plan=chosen, optimizer_s=optimizer_ms / 1e3, **options)
+    found = scale(measured, wire, worlds, plan=chosen, **options)
     if plot is not None:
         found.plot(plot)
     if as_json:
@@ -92,6 +94,7 @@ def _link(
     file: str | None,
     node: float | None,
     network: float | None,
+    copy: float | None,
     size: int,
     node_us: float,
     network_us: float,
@@ -109,4 +112,5 @@ def _link(
     words = f"{node:g} GB/s in nodes of {size}"
     if network is not None:
         words += f", {network:g} GB/s a rank between them"
-    return Fabric(Wire(node * 1e9, node_us * 1e-6), across, size, source=f"{words} (given)")
+    copies = None if copy is None else copy * 1e9
+    return Fabric(Wire(node * 1e9, node_us * 1e-6), across, size, f"{words} (given)", copies)

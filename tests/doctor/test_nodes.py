@@ -64,6 +64,7 @@ def test_a_nic_on_the_wrong_socket(tmp_path):
     (found,) = [one for one in weak(lines) if one[:2] == ("path", "nics")]
     assert found[2] == "GPU 1 on NUMA node 1: the nearest NIC that is up, mlx5_0, is on another socket (SYS)"
     assert near < far  # GPU 1 is the far one
+    assert named(lines, "gpu", "devices").state == "ok"
     tree.nic("pci0000:90/0000:90:01.0/0000:91:00.0", "mlx5_1", 1)
     assert named(look(node), "path", "nics").saw.startswith("each GPU's nearest NIC is NODE or nearer")
 

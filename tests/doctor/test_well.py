@@ -8,7 +8,8 @@ import pytest
 from overlapkit.doctor import pci
 from overlapkit.doctor.disk_trial import Reading
 from overlapkit.doctor.examine import Instruments, examine
-from overlapkit.doctor.layers import fabric, ports, storage
+from overlapkit.doctor.gpus import NO_PEERS
+from overlapkit.doctor.layers import fabric, job, ports, storage
 from overlapkit.doctor.layers.configured import adapters
 from overlapkit.doctor.limits import memory_limit
 from overlapkit.doctor.subject import Place
@@ -98,7 +99,30 @@ def unbound(node):
     node.place = Place()
 
 
+def other_users(node):
+    """GPUs 0 and 1 are ours; the others are busy, hot, and one is for the screen."""
+    node.torch = torch_on(2)
+    node.tree.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    node.place = Place(0, 4, 0, 2)
+    for at in range(2, 8):
+        node.driver.change(at, used=70 * GIB, others=3, slow=("too hot",))
+    node.driver.change(7, name="NVIDIA DGX Display")
+
+
+def its_own_gpu(node):
+    """As srun --gpus-per-task=1 has it."""
+    node.torch = torch_on(1)
+    node.tree.environ["CUDA_VISIBLE_DEVICES"] = "0"
+
+
+def no_peers(node):
+    node.driver.refused |= {(a, b): NO_PEERS for a in range(8) for b in range(a + 1, 8)}
+
+
 ODDITIES = {
+    "GPUs of other users": other_users,
+    "each rank sees its own GPU": its_own_gpu,
+    "GPUs that know no direct access": no_peers,
     "a pod that may lock memory": pod_with_rdma,
     "a limit above all memory": enough_locked,
     "page cache up to the limit": page_cache,
@@ -134,6 +158,22 @@ def test_what_is_not_known_is_said_to_be_so(node):
     node.place = Place(0, 16, 0, 8)
     line = named(look(node), "nccl", "transport")
     assert (line.state, "between machines plugin fastrak, and no RDMA" in line.saw) == ("unknown", True)
+
+
+def test_ranks_that_take_the_same_gpu():
+    (line,) = job.one_each(["a", "a", "a", "b", None], ["0:1", "0:2", "0:1", "0:1", ""])
+    assert line.saw == "ranks 0, 2 on a take the same GPU 0:1"
+    assert list(job.one_each(["a", "a"], ["", ""])) == []
+
+
+def test_the_gpu_of_a_rank(node):
+    node.place = Place(3, 16, 3, 8)
+    assert job.gpu_of(node.subject()) == "0000:43:00.0"
+    its_own_gpu(node)
+    assert job.gpu_of(node.subject()) == "0000:13:00.0"
+    del node.tree.environ["CUDA_VISIBLE_DEVICES"]
+    assert job.gpu_of(node.subject()) == ""
+    assert named(look(node), "job", "ranks").state == "weak"
 
 
 def test_one_gpu_has_nobody_to_link_to(tmp_path):

@@ -101,6 +101,9 @@ def test_a_probe_gives_all_ranks_one_table_of_what_they_measured() -> None:
         sizes, seconds = zip(*measured.rows[op], strict=True)
         assert sizes == (1008, 4096, 1 << 16)  # 1001 bytes as whole float32 of two ranks
         assert list(seconds) == sorted(seconds)
+    sizes, seconds = zip(*measured.copies, strict=True)
+    assert sizes == (1008, 4096, 1 << 16)
+    assert list(seconds) == sorted(seconds)
     assert [n for n, _ in LinkTable.from_json(capped).rows["all_reduce"]] == [16, 32]
 
 
@@ -114,3 +117,28 @@ def test_what_cannot_be_probed_is_refused() -> None:
             probe_link(sizes=(5,))
         with pytest.raises(ValueError, match="2 dimensions"):
             probe_link(init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")))
+
+
+def test_the_smallest_node_of_a_ring_sets_its_pace() -> None:
+    fabric = Fabric(Wire(400e9), Wire(40e9), node_size=8)
+    assert fabric.seconds("all_gather", 12e9, 12) == pytest.approx(12e9 * 11 / 12 / 160e9)  # 4 ports
+
+
+def test_a_table_goes_on_from_its_ends_without_a_jump() -> None:
+    rows = dict.fromkeys(OPS, ((1000, 0.003), (10**6, 0.004), (10**8, 0.5)))
+    bent = LinkTable(4, rows)
+    assert bent.seconds("all_gather", 10**8 + 1, 4) == pytest.approx(0.5, rel=1e-6)
+    assert bent.seconds("all_gather", 999, 4) == pytest.approx(0.003, rel=1e-3)
+    assert bent.seconds("all_gather", 2 * 10**8, 4) > 0.5
+
+
+def test_copies_are_interpolated_and_go_on_in_proportion() -> None:
+    copying = LinkTable(2, table().rows, copies=((1000, 0.001), (2000, 0.004)))
+    found = [copying.copy_seconds(nbytes) for nbytes in (0, 10, 1500, 2000, 8000)]
+    assert found == pytest.approx([0.0, 0.001, 0.0025, 0.004, 0.016])
+    assert table().copy_seconds(1000) == 0.0
+    assert LinkTable.from_json(copying.to_json()) == copying
+    with pytest.raises(ValueError, match="copies: the sizes do not ascend"):
+        LinkTable(2, table().rows, copies=((2, 1.0), (1, 1.0)))
+    with pytest.raises(ValueError, match="copy_bytes_per_s=0"):
+        Fabric(Wire(1e9), copy_bytes_per_s=0)

@@ -166,3 +166,33 @@ def test_json_brings_a_profile_back_and_another_model_is_told_apart(tmp_path) ->
 def test_a_profile_that_makes_no_sense_is_refused(units: tuple[UnitProfile, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Profile(units)
+
+
+class _Two(nn.Module):
+    """Its first output goes nowhere."""
+
+    def __init__(self, clock: Ticking) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x @ self.weight).sum(), _Work.apply(x @ self.weight, self.clock, 2.0, 6.0)
+
+
+class _Twos(nn.Module):
+    def __init__(self, clock: Ticking) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Two(clock), _Two(clock)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            _, x = each(x)
+        return x.sum()
+
+
+def test_an_output_that_goes_nowhere_hides_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Ticking()
+    monkeypatch.setattr(profiling, "clock_of", lambda device: clock)
+    found = profile(_Twos(clock), torch.ones(2, 2), steps=1)
+    assert [(unit.forward_s, unit.backward_s) for unit in found.units] == [(2.0, 6.0), (2.0, 6.0), (0.0, 0.0)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from overlapkit.plan.step import Rules, Step, Work
+from overlapkit.plan.step import Rules, Step, Work, rules_of
 from overlapkit.plan.wires import Wires
 
 
@@ -117,3 +117,47 @@ def test_alone_on_wires_of_their_own_they_do_not_slow_each_other() -> None:
     first = wires.launch("gather", "g", 1, 4.0, 0.0)
     second = wires.launch("reduce", "r", 1, 2.0, 1.0)
     assert (wires.finish(second), wires.finish(first)) == (3.0, 4.0)
+
+
+def test_the_root_gathers_ahead_for_backward_too() -> None:
+    root = Work("(root)", 0.0, 5.0)
+    assert timeline([block("a"), block("b"), root], Rules(1, 1))[-4:] == [
+        ("backward (root)", 11, 16),  # b is gathered again 11-14
+        ("backward b", 16, 24),
+        ("backward a", 24, 32),
+        ("communication reduction tail", 32, 37),
+    ]
+
+
+def test_copies_into_and_out_of_buffers_are_made_by_the_compute_lane() -> None:
+    work = [block("a", regathers=False, pack_s=0.5, unpack_s=1.0, flatten_s=2.0), ROOT]
+    assert timeline(work, Rules(1, 1)) == [
+        ("forward a", 0, 0.5),
+        ("communication wait all_gather a", 0.5, 3.5),
+        ("forward a", 3.5, 4.5),
+        ("forward a", 4.5, 8.5),
+        ("backward a", 8.5, 16.5),
+        ("backward a", 16.5, 18.5),
+        ("communication reduction tail", 18.5, 23.5),
+    ]
+
+
+def test_copies_of_a_shard_reduce_behind_its_reduction_beside_other_gathers() -> None:
+    first = block("a", gather=1.0, reduce=1.0, copies_bytes=7, copies_s=4.0)
+    last = block("b", gather=1.0, reduce=1.0, copies_bytes=7, copies_s=4.0, regathers=False)
+    played = Step([first, last, ROOT], Rules(1, 1)).play()
+    reduced = [(one.name, one.nbytes, one.start, one.end) for one in played.transfers[-4:]]
+    assert reduced == [
+        ("reduce_scatter b", 100, 17, 18),
+        ("all_reduce b", 7, 18, 22),
+        ("reduce_scatter a", 100, 25, 26),
+        ("all_reduce a", 7, 26, 30),
+    ]
+    held = Step([first, last, ROOT], Rules(1, 1, blocking=True)).play()
+    assert [phase.name for phase in held.phases[-2:]] == ["reduce_scatter a", "all_reduce a"]
+    assert held.end == played.end + 5
+
+
+def test_on_both_devices_gathers_and_reductions_queue_on_one_communicator() -> None:
+    assert rules_of("cpu") == Rules(separate=False, buffers=2)
+    assert rules_of("cuda:0") == Rules(separate=False, buffers=1)

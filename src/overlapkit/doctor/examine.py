@@ -176,6 +176,7 @@ def _among_ranks(
         "host": host,
         "figures": figures,
         "facts": job.facts(subject),
+        "gpu": job.gpu_of(subject),
     }
     found: dict[str, Any] = {"storage": figures}
     alone = ""
@@ -205,6 +206,7 @@ def _put_together(reports: list[Any], timeout: float) -> tuple[list[Line], dict[
     hosts = [None if one is None else one["host"] for one in reports]
     figures = [None if one is None else one["figures"] for one in reports]
     lines += job.presence(hosts, timeout)
+    lines += job.one_each(hosts, ["" if one is None else one["gpu"] for one in reports])
     lines += job.agreement([None if one is None else one["facts"] for one in reports])
     lines += storage.compared(figures, [host or "" for host in hosts])
     return lines, {"storage": figures}

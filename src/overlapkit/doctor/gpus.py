@@ -10,6 +10,9 @@ from overlapkit.doctor.machine import Unreadable
 # nvml.h: reasons for clocks that are lowered; an idle GPU and a power cap under load are as they should be
 _SLOWDOWNS = {0x08: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake"}
 
+NO_PEERS = "the GPU does not support it"
+"""Why two do not reach each other's memory, where no setting changes that."""
+
 _RECOVERY = 1  # NVML_NVLINK_ERROR_DL_RECOVERY
 
 
@@ -101,7 +104,7 @@ class Nvml:
         reasons = {
             nvml.NVML_P2P_STATUS_OK: "",
             nvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: "the chipset does not support it",
-            nvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: "the GPU does not support it",
+            nvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: NO_PEERS,
             nvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED: "the PCIe topology does not support it",
             nvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: "a setting of the driver disables it",
         }

@@ -40,11 +40,16 @@ def play_buckets(job: Job, plan: ShardPlan) -> Played:
     """
     wires, played, seconds = Wires(), Played(), computed(job, plan)
     now = 0.0
-    for unit in job.profile.units:
-        now = _phase(played, "forward", unit.name, now, seconds[unit.name][0])
     ready: list[Ready] = []
     *others, root = job.profile.units
-    for unit in (root, *reversed(others)):
+    backward = (root, *reversed(others))
+    for microbatch in range(job.schedule.microbatches):
+        if microbatch:  # those before are not reduced
+            for unit in backward:
+                now = _phase(played, "backward", unit.name, now, seconds[unit.name][1])
+        for unit in job.profile.units:
+            now = _phase(played, "forward", unit.name, now, seconds[unit.name][0])
+    for unit in backward:
         begin = now
         now = _phase(played, "backward", unit.name, now, seconds[unit.name][1])
         done = 0

@@ -40,6 +40,7 @@ def choose(
     param_bytes: int = 4,
     reduce_bytes: int = 4,
     spread: float = 0.0,
+    optimizer_s: float = 0.0,
     optimizer_bytes: int = 8,
     rules: Rules | None = None,
     failures: Failures | None = None,
@@ -61,6 +62,8 @@ def choose(
         param_bytes: Bytes an element in an all-gather.
         reduce_bytes: Bytes an element in a reduction.
         spread: Standard deviation of the ranks' compute times, of their mean.
+        optimizer_s: Seconds of the optimizer's step for all parameters on one rank; `checkpoint_every` counts
+            it in.
         optimizer_bytes: Bytes an element of the optimizer's state.
         rules: What is fixed in the schedule; None for what `shard` does on the profile's device.
         failures: Then the plan has `checkpoint_every`, too.
@@ -79,7 +82,7 @@ def choose(
         world = link.ranks
     if memory is not None:
         check_ranks("memory", memory)
-    job = Job(profile, link, world, shards, param_bytes, reduce_bytes, spread, rules=rules)
+    job = Job(profile, link, world, shards, param_bytes, reduce_bytes, spread, optimizer_s, rules)
     tried = [
         _Candidate(
             plan,
@@ -96,7 +99,8 @@ def choose(
         best = tried[0]
     if failures is None:
         return best.plan
-    every = max(1, round(failures.best_interval(world) / best.seconds)) if best.seconds else 1
+    step_s = best.seconds + optimizer_s / (1 if wrapper == "replicate" else job.sharing)
+    every = max(1, round(failures.best_interval(world) / step_s)) if step_s else 1
     return replace(best.plan, checkpoint_every=every)
 
 
@@ -130,7 +134,7 @@ def _merged(profile: Profile, size: int) -> list[list[UnitProfile]]:
     groups: list[list[UnitProfile]] = []
     for unit in profile.units[:-1]:
         last = groups[-1] if groups else []
-        if unit.block and last and last[0].block and len(last) < size:
+        if unit.block and last and last[0].kind == unit.kind and len(last) < size:
             last.append(unit)
         else:
             groups.append([unit])

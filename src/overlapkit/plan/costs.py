@@ -49,6 +49,11 @@ class UnitProfile:
         return sum(self.gradients)
 
     @property
+    def kind(self) -> tuple[bool, str, bool]:
+        """The same for blocks that may share a unit: of one list, and all trained or all frozen."""
+        return self.block, self.name.rpartition(".")[0], self.trained > 0
+
+    @property
     def name(self) -> str:
         """As `parallel.describe` names it."""
         return "+".join(self.modules) or ROOT

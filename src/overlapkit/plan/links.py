@@ -38,6 +38,9 @@ class Link(Protocol):
                 the copies of one shard are as many ranks apart as there are shards.
         """
 
+    def copy_seconds(self, nbytes: float) -> float:
+        """How long a rank copies so many bytes into or out of a flat buffer."""
+
 
 @dataclass(frozen=True)
 class Wire:
@@ -74,19 +77,28 @@ class Fabric:
             there is one node.
         node_size: Ranks a node.
         source: Where the figures come from.
+        copy_bytes_per_s: What a rank copies into or out of a flat buffer a second; None where that is to take
+            no time.
 
     Raises:
-        TypeError: `node_size` is no int.
-        ValueError: It is below 1.
+        TypeError: A figure is no number.
+        ValueError: It is out of range.
     """
 
     node: Wire
     network: Wire | None = None
     node_size: int = 8
     source: str = "given"
+    copy_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         check_ranks("node_size", self.node_size)
+        if self.copy_bytes_per_s is not None:
+            check_amount("copy_bytes_per_s", self.copy_bytes_per_s, above=0)
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """See Link."""
+        return 0.0 if self.copy_bytes_per_s is None else nbytes / self.copy_bytes_per_s
 
     def seconds(self, op: str, nbytes: float, ranks: int, stride: int = 1) -> float:
         """See Link.
@@ -106,7 +118,8 @@ class Fabric:
                     "has no network: give network=Wire(...)"
                 )
             hops = (ranks - nodes) * self.node.latency_s + (nodes - 1) * self.network.latency_s
-            across = self.network.bytes_per_s * inside
+            fewest = ranks - (nodes - 1) * inside  # in the last node, which all rings pass as well
+            across = self.network.bytes_per_s * fewest
             rate = min(rate, across) if inside > 1 else across
         return _TURNS[op] * (hops + nbytes * (ranks - 1) / ranks / rate)
 
@@ -115,13 +128,15 @@ class Fabric:
 class LinkTable(Stored):
     """What `probe_link` measured: for each collective, seconds by message size.
 
-    Between two sizes it is interpolated; beyond the largest, and for other numbers of ranks, the line of
-    least relative error through all of them is followed, as a ring's.
+    Between two sizes it is interpolated; beyond them, and for other numbers of ranks, it goes on as the
+    line of least relative error through all of them does, as a ring's.
 
     Attributes:
         ranks: That were measured.
         rows: For each of OPS, pairs of bytes and seconds, bytes ascending.
         source: Where they come from.
+        copies: Pairs of bytes and seconds, too: of a rank's copy into a buffer that is new. Empty where it
+            was not measured, and takes no time.
 
     Raises:
         ValueError: A collective is missing, has fewer than two sizes, or figures that make no sense.
@@ -130,6 +145,7 @@ class LinkTable(Stored):
     ranks: int
     rows: Mapping[str, Sequence[tuple[int, float]]]
     source: str = "measured"
+    copies: Sequence[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
         check_ranks("ranks", self.ranks, least=2)
@@ -140,12 +156,8 @@ class LinkTable(Stored):
                     f"rows: {op} has {len(rows or ())} message sizes; a line needs two or more of each of "
                     f"{', '.join(OPS)}: measure them with probe_link"
                 )
-            for nbytes, seconds in rows:
-                check_ranks(f"rows[{op!r}]: bytes", nbytes)
-                check_amount(f"rows[{op!r}]: seconds of {nbytes} bytes", seconds, above=0)
-            sizes = [nbytes for nbytes, _ in rows]
-            if sorted(set(sizes)) != sizes:
-                raise ValueError(f"rows: the sizes of {op} do not ascend: {sizes}")
+            _check_rows(f"rows[{op!r}]", rows)
+        _check_rows("copies", self.copies)
         if unknown := set(self.rows) - set(OPS):
             raise ValueError(f"rows: {sorted(unknown)} are none of {', '.join(OPS)}")
 
@@ -171,19 +183,26 @@ class LinkTable(Stored):
         if ranks == 1:
             return 0.0
         rows = self.rows[op]
-        if ranks == self.ranks and rows[0][0] <= nbytes <= rows[-1][0]:
-            after = bisect.bisect_left(rows, nbytes, key=lambda row: row[0])
-            (small, less), (large, more) = rows[max(after - 1, 0)], rows[max(after, 1)]
-            return less + (more - less) * (nbytes - small) / (large - small)
+        inside = min(max(nbytes, rows[0][0]), rows[-1][0])
         alpha, beta = self.line(op)
         hops = (ranks - 1) / (self.ranks - 1)
         share = (ranks - 1) / ranks / ((self.ranks - 1) / self.ranks)
-        return alpha * hops + beta * nbytes * share
+        beyond = (alpha * hops + beta * nbytes * share) / (alpha + beta * inside)
+        return _between(rows, inside) * beyond
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """See Link; beyond the largest copy that was measured, in proportion."""
+        if not self.copies:
+            return 0.0
+        inside = min(max(nbytes, self.copies[0][0]), self.copies[-1][0])
+        return _between(self.copies, inside) * max(1.0, nbytes / inside) if nbytes else 0.0
 
     def to_json(self) -> str:
         """The table as JSON."""
         rows = {op: [list(row) for row in self.rows[op]] for op in OPS}
-        return json.dumps({"ranks": self.ranks, "source": self.source, "rows": rows}, indent=2)
+        copies = [list(row) for row in self.copies]
+        data = {"ranks": self.ranks, "source": self.source, "rows": rows, "copies": copies}
+        return json.dumps(data, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -195,6 +214,23 @@ class LinkTable(Stored):
         try:
             data: Any = json.loads(text)
             rows = {op: tuple((row[0], row[1]) for row in data["rows"][op]) for op in data["rows"]}
-            return cls(data["ranks"], rows, str(data["source"]))
+            copies = tuple((row[0], row[1]) for row in data.get("copies", ()))
+            return cls(data["ranks"], rows, str(data["source"]), copies)
         except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"no table of links: {type(error).__name__}: {error}") from error
+
+
+def _check_rows(name: str, rows: Sequence[tuple[int, float]]) -> None:
+    for nbytes, seconds in rows:
+        check_ranks(f"{name}: bytes", nbytes)
+        check_amount(f"{name}: seconds of {nbytes} bytes", seconds, above=0)
+    sizes = [nbytes for nbytes, _ in rows]
+    if sorted(set(sizes)) != sizes:
+        raise ValueError(f"{name}: the sizes do not ascend: {sizes}")
+
+
+def _between(rows: Sequence[tuple[int, float]], nbytes: float) -> float:
+    """Interpolated; `nbytes` is not beyond the rows."""
+    after = bisect.bisect_left(rows, nbytes, key=lambda row: row[0])
+    (large, more), (small, less) = rows[after], rows[max(after - 1, 0)]
+    return more if large == small else less + (more - less) * (nbytes - small) / (large - small)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from overlapkit.parallel.shard_plan import ShardPlan
-from overlapkit.plan.setting import Job, recomputed, work_of
+from overlapkit.plan.setting import Job, recomputed, rules_under, work_of
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,13 @@ def memory_of(job: Job, plan: ShardPlan, *, optimizer_bytes: int = 8, replicated
     kept = activations_of(job, plan)
     if replicated or share == 1:
         return Memory(state, 0, 0, kept)
-    work = work_of(job, plan)
-    ahead = max(plan.forward_prefetch or 0, plan.backward_prefetch or 0) + 1
-    moving = sorted((one.gather_bytes for one in work if one.regathers), reverse=True)[: ahead + 1]
-    gathered = sum(one.gather_bytes for one in work if not one.regathers) + sum(moving)
-    flying = 1 + (job.schedule.buffers or 1)
+    work, rules = work_of(job, plan), rules_under(job, plan)
+    ahead = max(rules.forward_prefetch, rules.backward_prefetch) + 1
+    moving = sorted((one.gather_bytes - one.kept_bytes for one in work if one.regathers), reverse=True)[
+        : ahead + 1
+    ]
+    gathered = sum(one.kept_bytes for one in work) + sum(moving)
+    flying = 1 + (rules.buffers or 1)
     reduced = sum(sorted((one.reduce_bytes for one in work), reverse=True)[:flying])
     return Memory(state, gathered, reduced, kept)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from overlapkit.parallel import exchange
 from overlapkit.plan.arguments import check_amount, check_ranks
+from overlapkit.plan.host_cost import LARGEST, copy_seconds
 from overlapkit.plan.links import OPS, LinkTable
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 SIZES = tuple(4**power for power in range(6, 14))
 """Bytes: 4 KiB to 64 MiB."""
+
+_COPY = "copy"
 
 _TAG = 0xFFFF  # far from those of a sharded model's units
 
@@ -34,6 +37,8 @@ def probe_link(
     """Time all-gather, reduce-scatter and all-reduce. Every rank of the mesh calls it; all get one table.
 
     They are those that `shard` and `replicate` use on this device.
+
+    What a rank copies into and out of the flat buffers of a sharded model is timed as well.
 
     Each size is run once to warm up and `repeats` times, with float32 data; a rank's figure is the median and
     the table's the slowest rank's. After the two smallest sizes, larger ones are left out once `seconds` have
@@ -84,7 +89,7 @@ class _Probe:
 
     def run(self, sizes: Sequence[int], seconds: float) -> LinkTable:
         begin = time.perf_counter()
-        rows: dict[str, list[tuple[int, float]]] = {op: [] for op in OPS}
+        rows: dict[str, list[tuple[int, float]]] = {op: [] for op in (*OPS, _COPY)}
         for turn, size in enumerate(sizes):
             if turn >= 2 and self._slowest(time.perf_counter() - begin) > seconds:
                 break
@@ -95,18 +100,28 @@ class _Probe:
                 took = self._slowest(self._time(collective))
                 before = rows[op][-1][1] if rows[op] else 0.0
                 rows[op].append((whole.nbytes, max(took, before)))  # noise must not make more bytes cheaper
+            if whole.nbytes <= LARGEST or not rows[_COPY]:
+                before = rows[_COPY][-1][1] if rows[_COPY] else 0.0
+                rows[_COPY].append((whole.nbytes, max(self._slowest(self._copy(whole)), before)))
         table = {op: tuple(pairs) for op, pairs in rows.items()}
-        return LinkTable(self._ranks, table, f"measured between {self._ranks} ranks")
+        copies = table.pop(_COPY)
+        return LinkTable(self._ranks, table, f"measured between {self._ranks} ranks", copies)
+
+    def _copy(self, whole: torch.Tensor) -> float:
+        if self._device.type == "cpu":
+            return copy_seconds(self._group, whole.numel(), self._repeats)
+        return self._time(lambda: torch.empty_like(whole).copy_(whole))
 
     def _collectives(self, whole: torch.Tensor, part: torch.Tensor) -> dict[str, Callable[[], Any]]:
         group = self._group
         collectives: dict[str, Callable[[], Any]] = {
-            "all_gather": lambda: _gather(whole, part, group=group),
+            # FSDP2's buffers are new every time: their pages are first touched then.
+            "all_gather": lambda: _gather(torch.empty_like(whole), part, group=group),
             "reduce_scatter": lambda: _scatter(part, whole, group=group),
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
         }
         if self._device.type == "cpu" and exchange.direct(group):  # what `shard` does there
-            collectives["all_gather"] = lambda: exchange.gather(whole, part, group, _TAG)()
+            collectives["all_gather"] = lambda: exchange.gather(torch.empty_like(whole), part, group, _TAG)()
             collectives["reduce_scatter"] = lambda: exchange.reduce(part, whole, group, _TAG, average=True)()
         return collectives
 

@@ -196,10 +196,16 @@ class _Probe:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._open.pop()
             self._turn("forward", self._open[-1] if self._open else ROOT)
-            for tensor in _tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda gradients: self._turn("backward", name))
-                    break  # the first to be reached is enough: units are left one after the other
+            reached: list[Any] = []  # in backward, one of the outputs: the first counts
+
+            def reach(gradients: Any) -> None:
+                if not reached:
+                    reached.append(True)
+                    self._turn("backward", name)
+
+            for node in {tensor.grad_fn for tensor in _tensors(output)}:
+                if node is not None:
+                    node.register_prehook(reach)
 
         return leave
 

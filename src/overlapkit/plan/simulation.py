@@ -12,7 +12,7 @@ from overlapkit.plan.costs import Profile
 from overlapkit.plan.failures import Failures
 from overlapkit.plan.memory import Memory, memory_of
 from overlapkit.plan.played_report import report_of
-from overlapkit.plan.setting import Job, work_of
+from overlapkit.plan.setting import Job, rules_under, work_of
 from overlapkit.plan.step import Played, Rules, Step
 
 Wrapper = Literal["shard", "replicate"]
@@ -27,8 +27,8 @@ class SimulatedReport(StepReport):
 
     Attributes:
         memory: Bytes of one rank, part by part.
-        break_even_tokens: The fewest tokens a rank in a step that hide communication (2 % of the step or
-            less); None where the profile has no tokens.
+        break_even_tokens: The fewest tokens a rank in a microbatch that hide communication (2 % of the step
+            or less); None where the profile has no tokens.
         save_interval_s: The best training time between two checkpoints, or None without `failures`.
         goodput: The share of time in which the job gets on, saving that often; None without `failures`.
         inputs: Every figure that went in, and where it came from.
@@ -62,13 +62,7 @@ def play(job: Job, plan: ShardPlan, wrapper: Wrapper) -> Played:
     """One step of a job under a plan."""
     if wrapper == "replicate":
         return play_buckets(job, plan)
-    ahead, behind = plan.forward_prefetch, plan.backward_prefetch
-    rules = dataclasses.replace(
-        job.schedule,
-        forward_prefetch=job.schedule.forward_prefetch if ahead is None else ahead,
-        backward_prefetch=job.schedule.backward_prefetch if behind is None else behind,
-    )
-    return Step(work_of(job, plan), rules).play()
+    return Step(work_of(job, plan), rules_under(job, plan)).play()
 
 
 def simulate(
@@ -155,7 +149,7 @@ def break_even(job: Job, plan: ShardPlan, wrapper: Wrapper) -> int | None:
         low, high = high, high * 2
         if high > 1e9:
             return None
-    while high - low > 1e-3 * high:
+    while high - low > 1e-3 * high and high * job.profile.tokens > 0.5:
         middle = (low + high) / 2
         low, high = (middle, high) if exposed(middle) > HIDDEN else (low, middle)
     return max(1, round(high * job.profile.tokens))
@@ -177,6 +171,7 @@ def _inputs(job: Job, failures: Failures | None) -> dict[str, str]:
         "model": f"{profile.parameters:,} parameters; {job.param_bytes} bytes an element gathered, "
         f"{job.reduce_bytes} reduced (given)",
         "link": job.link.source,
+        "copies": f"{job.link.copy_seconds(2**24) * 1e3:.2f} ms for 16 MiB (from the link)",
         "spread of ranks": f"{job.spread:.2%} of their compute time (given)",
         "optimizer": f"{job.optimizer_s * 1e3:.2f} ms for all parameters (given)",
     }
@@ -194,5 +189,9 @@ def _assumptions(job: Job, wrapper: Wrapper) -> tuple[str, ...]:
     beside = "a collective does not slow the computation beside it"
     if wrapper == "replicate":
         return same, ring, beside, "within a unit gradients become ready evenly, last parameter first"
-    shared = "all-gathers and reductions of different communicators share the link evenly"
-    return (same, ring, beside, shared) if job.schedule.separate else (same, ring, beside)
+    said = [same, ring, beside]
+    if job.schedule.separate or job.copies > 1:
+        said.append("collectives of different communicators share the link evenly")
+    if job.sharing > 1 and not job.link.copy_seconds(1):
+        said.append("copies into and out of the collectives' buffers take no time")
+    return tuple(said)

@@ -22,8 +22,13 @@ class Work:
         regather_s: How long it takes in backward, where `regathers`.
         reduce_bytes: Of its gradients' reduction; 0 where nothing is trained.
         reduce_s: How long that takes alone.
-        copies_s: How long the all-reduce between copies of its shard takes after that; 0 for none.
+        copies_s: How long the all-reduce between copies of its shard takes, when the reduction is done.
         regathers: Whether backward gathers it again.
+        kept_bytes: What a rank holds of it from forward to backward, beside its share.
+        pack_s: How long the compute lane copies before each of its all-gathers is launched.
+        unpack_s: How long it copies when one has arrived.
+        flatten_s: How long it copies gradients before the reduction is launched.
+        copies_bytes: Of the all-reduce between copies of its shard, on a communicator of its own; 0 for none.
     """
 
     name: str
@@ -36,6 +41,11 @@ class Work:
     reduce_s: float = 0.0
     copies_s: float = 0.0
     regathers: bool = True
+    kept_bytes: int = 0
+    pack_s: float = 0.0
+    unpack_s: float = 0.0
+    flatten_s: float = 0.0
+    copies_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,8 @@ class Rules:
     Attributes:
         forward_prefetch: How many units' all-gathers a unit starts ahead; 0: each when it is needed.
         backward_prefetch: The same in backward.
-        separate: Reductions have a communicator of their own, and share the link with all-gathers.
+        separate: Reductions have a communicator of their own (`shard`'s separate_reduce_scatter), and share
+            the link with all-gathers.
         buffers: Reductions in flight, at most, before backward stands still for the oldest; None for any.
         blocking: Each reduction is waited for where it is launched.
         microbatches: Forwards and backwards in a step, of which the last one reduces.
@@ -62,10 +73,10 @@ class Rules:
 def rules_of(device: str) -> Rules:
     """What `shard` does on a device, left alone.
 
-    On the CPU its collectives run beside each other, with two reductions in flight. On a GPU they queue on
-    one communicator, and FSDP2 keeps the input of one reduction.
+    All its collectives queue on one communicator: gloo has one connection between two ranks, and sends what
+    was posted first. On the CPU two reductions are in flight; on a GPU FSDP2 keeps the input of one.
     """
-    return Rules(separate=True, buffers=2) if device == "cpu" else Rules(buffers=1)
+    return Rules(buffers=2 if device == "cpu" else 1)
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ class Step:
         self._now = 0.0
         self._played = Played()
         self._gathers: dict[int, Transfer] = {}
+        self._whole: set[int] = set()  # that arrived
         self._reductions: list[Transfer] = []
         self._again = False  # in backward
         self._last = True  # microbatch
@@ -132,6 +144,7 @@ class Step:
         last = len(self._work) - 1
         self._again = False
         self._gathers.clear()
+        self._whole.clear()
         order = [last, *range(last)]  # the root's hook runs first
         for turn, place in enumerate(order):
             self._gather(place)
@@ -146,9 +159,12 @@ class Step:
         last = len(self._work) - 1
         self._again = True
         self._gathers = {p: t for p, t in self._gathers.items() if not self._work[p].regathers}
+        self._whole &= self._gathers.keys()
         again = [place for place in range(last - 1, -1, -1) if self._work[place].regathers]
         self._gather(last)
         self._need(last)
+        for ahead in again[: self._rules.backward_prefetch]:  # the root's hook runs first
+            self._gather(ahead)
         self._compute("backward", last, self._work[last].backward_s)
         for place in range(last - 1, -1, -1):
             self._gather(place)
@@ -163,13 +179,16 @@ class Step:
         work = self._work[place]
         if place not in self._gathers and work.gather_bytes:
             seconds = work.regather_s if self._again else work.gather_s
+            self._compute(self._pass, place, work.pack_s)
             self._gathers[place] = self._wires.launch(
                 "gather", f"all_gather {work.name}", work.gather_bytes, seconds, self._now
             )
 
     def _need(self, place: int) -> None:
-        if (transfer := self._gathers.get(place)) is not None:
+        if (transfer := self._gathers.get(place)) is not None and place not in self._whole:
             self._wait_until(self._wires.finish(transfer), f"wait {transfer.name}")
+            self._compute(self._pass, place, self._work[place].unpack_s)
+            self._whole.add(place)
 
     def _reduce(self, place: int) -> None:
         work = self._work[place]
@@ -179,13 +198,26 @@ class Step:
         if limit is not None and len(self._reductions) >= limit:
             oldest = self._reductions[-limit]
             self._wait_until(self._wires.finish(oldest), f"wait {oldest.name}")
+        self._compute(self._pass, place, work.flatten_s)
         queue = "reduce" if self._rules.separate else "gather"
         transfer = self._wires.launch(
-            queue, f"reduce_scatter {work.name}", work.reduce_bytes, work.reduce_s + work.copies_s, self._now
+            queue, f"reduce_scatter {work.name}", work.reduce_bytes, work.reduce_s, self._now
         )
+        if work.copies_bytes:
+            transfer.then = "copies", self._copies(work)
         self._reductions.append(transfer)
         if self._rules.blocking:
             self._wait_until(self._wires.finish(transfer), transfer.name)
+            if transfer.then is not None:
+                self._wait_until(self._wires.finish(transfer.then[1]), transfer.then[1].name)
+
+    def _copies(self, work: Work) -> Transfer:
+        name, nan = f"all_reduce {work.name}", float("nan")
+        return Transfer(name, work.copies_bytes, work.copies_s, nan, left=work.copies_s)
+
+    @property
+    def _pass(self) -> str:
+        return "backward" if self._again else "forward"
 
     def _compute(self, kind: str, place: int, seconds: float) -> None:
         if seconds:

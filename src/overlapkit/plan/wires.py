@@ -19,6 +19,7 @@ class Transfer:
         start: When it began; nan before.
         end: When it was done; nan before.
         left: Seconds of it that are not done.
+        then: The communicator of another that begins when this is done, and that one.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Transfer:
     start: float = float("nan")
     end: float = float("nan")
     left: float = 0.0
+    then: "tuple[str, Transfer] | None" = None
 
 
 class Wires:
@@ -85,3 +87,6 @@ class Wires:
             if queue[0].left <= _NOTHING:
                 queue[0].end = self._clock
                 self.done.append(queue.popleft())
+                if (then := self.done[-1].then) is not None:
+                    then[1].launched = self._clock
+                    self._queues.setdefault(then[0], deque()).append(then[1])

@@ -37,7 +37,7 @@ def devices(subject: Subject) -> Iterator[Line]:
             f"{len(there) - seen} GPU(s) do no work",
             "look for what the container or driver leaves out: nvidia-smi -L, docker run --gpus all",
         )
-    elif len(set(there)) > 1:
+    elif len({gpu.name for _, gpu in used(subject)} if found else set(there)) > 1:
         yield GPU.weak(
             "devices", saw, "each step takes as long as on the slowest", "give a job GPUs of one model"
         )
@@ -47,7 +47,7 @@ def devices(subject: Subject) -> Iterator[Line]:
 
 def memory(subject: Subject) -> Iterator[Line]:
     """How much there is, and what is taken before the job begins."""
-    found = [(at, gpu) for at, gpu in enumerate(known(subject)) if gpu.memory]
+    found = [(at, gpu) for at, gpu in used(subject) if gpu.memory]
     if not found:
         yield GPU.unknown("memory", "the driver does not say")
         return
@@ -92,19 +92,19 @@ def faults(subject: Subject) -> Iterator[Line]:
 
 def clocks(subject: Subject) -> Iterator[Line]:
     """Whether something holds the clocks down."""
-    found = known(subject)
-    if all(gpu.slow is None for gpu in found):
+    found = dict(used(subject))
+    if all(gpu.slow is None for gpu in found.values()):
         yield GPU.unknown("clocks", "the driver does not say what holds clocks down")
         return
-    for reason in sorted({reason for gpu in found for reason in gpu.slow or ()}):
-        bad = [at for at, gpu in enumerate(found) if reason in (gpu.slow or ())]
+    for reason in sorted({reason for gpu in found.values() for reason in gpu.slow or ()}):
+        bad = [at for at, gpu in found.items() if reason in (gpu.slow or ())]
         yield GPU.weak(
             "clocks",
             f"GPU {spans(bad)}: clocks are lowered ({reason})",
             "this rank's kernels take longer, and every other rank waits for it",
             "look at cooling, power supply and power limit: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
         )
-    if not any(gpu.slow for gpu in found):
+    if not any(gpu.slow for gpu in found.values()):
         yield GPU.ok("clocks", "nothing lowers them")
 
 
@@ -129,6 +129,19 @@ def settings(subject: Subject) -> Iterator[Line]:
         off += cut
     if not off:
         yield GPU.ok("settings", saw)
+
+
+def used(subject: Subject) -> list[tuple[int, Gpu]]:
+    """The GPUs that the job may use, by the driver's numbers: others are somebody else's, or for the screen.
+
+    Where each rank sees its own alone, those of the other ranks cannot be told, and all count.
+
+    Raises:
+        Unreadable: As `known`.
+    """
+    found, seen = list(enumerate(known(subject))), subject.torch.addresses
+    mine = [(at, gpu) for at, gpu in found if gpu.address in seen]
+    return mine if mine and len(seen) >= subject.place.local_world else found
 
 
 def known(subject: Subject) -> Sequence[Gpu]:

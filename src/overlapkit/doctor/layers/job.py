@@ -1,7 +1,7 @@
 """The job: are all ranks there, does each have a GPU, and do they run the same versions and settings."""
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from overlapkit.doctor.check import Check
@@ -20,13 +20,44 @@ def launch(subject: Subject) -> Iterator[Line]:
     place, gpus = subject.place, len(subject.torch.devices)
     if place.world == 1:
         yield JOB.absent("ranks", "one process: start the doctor under torchrun to look at a whole job")
-    elif gpus and place.local_world > gpus:
+    elif gpus > 1 and place.local_world > gpus or gpus == 1 < place.local_world and not alone(subject):
         yield JOB.weak(
             "ranks",
             f"{place.local_world} ranks on this machine, and {gpus} GPU(s)",
             "NCCL refuses two ranks on one GPU; with gloo they take turns",
             f"--nproc-per-node={gpus}",
         )
+
+
+def alone(subject: Subject) -> bool:
+    """Whether the launcher may have shown this rank one GPU of several, its own."""
+    return len(subject.torch.devices) == 1 and "CUDA_VISIBLE_DEVICES" in subject.machine.environ
+
+
+def gpu_of(subject: Subject) -> str:
+    """The PCI address of the GPU that this rank takes, or empty."""
+    at, addresses = 0 if alone(subject) else subject.place.local_rank, subject.torch.addresses
+    return addresses[at] if at < len(addresses) else ""
+
+
+def one_each(hosts: Sequence[str | None], gpus: Sequence[str]) -> Iterator[Line]:
+    """Ranks that take the same GPU.
+
+    Args:
+        hosts: Of each rank, None for one that is absent.
+        gpus: Of `gpu_of`.
+    """
+    owners: dict[tuple[str | None, str], list[int]] = defaultdict(list)
+    for rank, owner in enumerate(zip(hosts, gpus, strict=True)):
+        owners[owner].append(rank)
+    for (host, gpu), ranks in owners.items():
+        if gpu and len(ranks) > 1:
+            yield JOB.weak(
+                "GPUs",
+                f"ranks {spans(ranks)} on {host} take the same GPU {gpu}",
+                "NCCL refuses two ranks on one GPU; with gloo they take turns",
+                "show each rank its own: CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1",
+            )
 
 
 def facts(subject: Subject) -> dict[str, str]:

@@ -6,6 +6,7 @@ from overlapkit.doctor import limits, pci
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.layers import ports
 from overlapkit.doctor.layers.host import LOOP, governor, huge_pages, swap
+from overlapkit.doctor.layers.job import gpu_of
 from overlapkit.doctor.line import Line, gib, spans
 from overlapkit.doctor.machine import Machine, numbers
 from overlapkit.doctor.mounts import mount_of
@@ -218,8 +219,8 @@ def _cpus_by_node(machine: Machine) -> dict[int, set[int]]:
 
 def _node_of_gpu(subject: Subject) -> int | None:
     """Of the GPU that this rank takes by its local rank."""
-    at, addresses = subject.place.local_rank, subject.torch.addresses
-    return pci.numa_node(subject.machine, addresses[at]) if at < len(addresses) else None
+    address = gpu_of(subject)
+    return pci.numa_node(subject.machine, address) if address else None
 
 
 def _bytes(text: str) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from overlapkit.doctor import pci
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.copying import host_to_device
+from overlapkit.doctor.gpus import NO_PEERS
 from overlapkit.doctor.layers.configured import adapters
 from overlapkit.doctor.layers.gpu import known
 from overlapkit.doctor.layers.nearest import located, nearest
@@ -148,6 +149,8 @@ def peers(subject: Subject) -> Iterator[Line]:
             unsaid += reason is None
             if reason:
                 refused[reason].append(f"{one}-{other}")
+    if pairs := refused.pop(NO_PEERS, []):
+        yield PATH.absent("peers", f"GPUs {joined(pairs)}: {NO_PEERS}, so NCCL passes data through memory")
     for reason, pairs in refused.items():
         yield PATH.weak(
             "peers",
@@ -157,7 +160,7 @@ def peers(subject: Subject) -> Iterator[Line]:
         )
     if not refused and unsaid:
         yield PATH.unknown("peers", "the driver does not say which GPUs reach each other")
-    elif not refused:
+    elif not refused and not pairs:
         yield PATH.ok("peers", "every GPU reaches every other one's memory")
 
 

@@ -1,6 +1,7 @@
 """The process group that links are measured through: the job's own where it has one, else a new one."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -24,9 +25,11 @@ def group(place: Place, store: Any, timeout: float) -> Iterator[str]:
     if has_process_group():
         yield "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         return
-    on_gpus = dist.is_nccl_available() and place.local_world <= torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    one_each = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # the launcher shows each rank its own
+    on_gpus = dist.is_nccl_available() and (place.local_world <= count or one_each)
     if on_gpus:
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(0 if one_each else place.local_rank)
     dist.init_process_group(
         "nccl" if on_gpus else "gloo",
         store=store,
