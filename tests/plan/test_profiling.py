@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from overlapkit.measure.clock import HostClock
-from overlapkit.plan import profiling
+from overlapkit.plan import Fabric, Wire, profiling, simulate
 from overlapkit.plan.costs import Profile, UnitProfile, fingerprint
 from overlapkit.plan.profiling import profile
 from tests.plan.models import Small, made
@@ -196,3 +197,27 @@ def test_an_output_that_goes_nowhere_hides_no_backward(monkeypatch: pytest.Monke
     monkeypatch.setattr(profiling, "clock_of", lambda device: clock)
     found = profile(_Twos(clock), torch.ones(2, 2), steps=1)
     assert [(unit.forward_s, unit.backward_s) for unit in found.units] == [(2.0, 6.0), (2.0, 6.0), (0.0, 0.0)]
+
+
+class _Again(nn.Module):
+    """Calls one block twice, each time to be recomputed."""
+
+    def __init__(self, clock: Ticking) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Worker(clock, 2.0, 6.0)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(lambda given: self.blocks[0](given).square(), x, use_reentrant=False)
+        return x.sum()
+
+
+def test_recomputation_is_backward_and_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Ticking()
+    monkeypatch.setattr(profiling, "clock_of", lambda device: clock)
+    found = profile(_Again(clock), torch.ones(2, 2), units=["blocks.0"], steps=1)
+    block, root = found.units
+    assert block.calls == 2
+    assert (block.forward_s, root.forward_s) == (4.0, 0.0)
+    assert block.backward_s + root.backward_s == 2 * (2.0 + 6.0)
+    assert "gathered once: blocks.0" in simulate(found, Fabric(Wire(1e9)), 2).assumptions[-1]

@@ -30,6 +30,7 @@ class UnitProfile:
         saved: Bytes that autograd keeps from its forward for its backward, without parameters.
         inputs: Bytes of the tensors that its forward is given: what recomputation keeps instead.
         backward_needs: Whether its backward needs its parameters: a plain embedding's does not.
+        calls: How often its forward runs in a step.
     """
 
     modules: tuple[str, ...]
@@ -42,6 +43,7 @@ class UnitProfile:
     saved: int
     inputs: int
     backward_needs: bool = True
+    calls: int = 1
 
     @property
     def trained(self) -> int:

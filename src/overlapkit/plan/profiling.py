@@ -6,7 +6,7 @@ what lies between two such moments belongs to the unit whose output was reached,
 
 import contextlib
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -106,6 +106,8 @@ class _Probe:
         self._turns: list[tuple[str, str, Any]] = []  # phase, unit, mark
         self._open: list[str] = []
         self._counted = False
+        self._back = False
+        self._calls: dict[str, list[int]] = defaultdict(list)  # modules, in the order of their calls
         self._seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
         self._saved: dict[str, dict[int, int]] = defaultdict(dict)
         self._inputs: dict[str, dict[int, int]] = defaultdict(dict)
@@ -136,10 +138,13 @@ class _Probe:
         self._inputs.clear()
         self._turns.clear()
         self._open.clear()
+        self._calls.clear()
+        self._back = False
         self._turn("forward", ROOT)
 
     def turn_back(self) -> None:
         """Backward begins, in what the root does after the last unit."""
+        self._back = True
         self._turn("backward", ROOT)
 
     def end(self) -> None:
@@ -172,6 +177,7 @@ class _Probe:
             saved=sum(self._saved[unit.name].values()),
             inputs=sum(self._inputs[unit.name].values()),
             backward_needs=unit.regathers or not unit.reshard,
+            calls=max(Counter(self._calls[unit.name]).values(), default=1),
         )
 
     def _time(self, mark: Any) -> int:
@@ -185,8 +191,11 @@ class _Probe:
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._back:  # recomputation, which is part of the backward that is under way
+                return
             for tensor in _tensors((args, kwargs)):
                 self._inputs[name][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            self._calls[name].append(id(module))
             self._open.append(name)
             self._turn("forward", name)
 
@@ -194,6 +203,8 @@ class _Probe:
 
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._back:
+                return
             self._open.pop()
             self._turn("forward", self._open[-1] if self._open else ROOT)
             reached: list[Any] = []  # in backward, one of the outputs: the first counts

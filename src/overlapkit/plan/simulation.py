@@ -194,4 +194,6 @@ def _assumptions(job: Job, wrapper: Wrapper) -> tuple[str, ...]:
         said.append("collectives of different communicators share the link evenly")
     if job.sharing > 1 and not job.link.copy_seconds(1):
         said.append("copies into and out of the collectives' buffers take no time")
+    if again := [unit.name for unit in job.profile.units if unit.calls > 1 and job.sharing > 1]:
+        said.append(f"units that are called several times a step are gathered once: {', '.join(again)}")
     return tuple(said)
