@@ -433,6 +433,19 @@ def test_a_parameter_that_is_used_in_the_last_microbatch_only():
     assert run_ranks(2, job) == [[[2.0, 1.0, None]] * 2] * 2
 
 
+def test_a_parameter_that_a_rank_never_uses_beside_others_that_it_does():
+    """The zero that stands for its gradient was bf16, and the others' were fp32 by then."""
+
+    def job(rank: int) -> list[float]:
+        model = ok.shard(_Branches(), units=[], mp_policy="bf16")
+        for both, scale in ok.accumulate(model, (rank == 0, False)):
+            (model(torch.ones(2, 4), both).float().sum() * scale).backward()
+        grads = whole_gradients(model)
+        return [grads[f"{name}.weight"].unique().item() for name in ("a", "b", "never")]
+
+    assert run_ranks(2, job) == [[2.0, 0.5, 0.0]] * 2
+
+
 def test_memory_stays_flat_over_microbatches():
     """accelerate#2531: what a backward without synchronisation leaves does not grow."""
 

@@ -235,6 +235,8 @@ def test_backward_prefetch_puts_gathers_before_reductions(depth: int):
 
 
 def test_the_next_gather_runs_while_a_block_computes():
+    """pytorch#163153: prefetch did not overlap."""
+
     """Rank 1 starts the gather of block 1 only once rank 0 computes block 0: a blocking gather would hang."""
     computing = multiprocessing.get_context("fork").Event()
 

@@ -108,6 +108,8 @@ class Checkpointed(Gpt):
 
 
 def test_checkpoints_of_the_user_gather_nothing_twice_and_still_prefetch():
+    """Automodel#3373: prefetch with recomputation gathered twice; verl#6317: it was silently off."""
+
     def job(rank: int) -> list[Any]:
         seen = []
         for reentrant in (True, False):
@@ -127,6 +129,19 @@ def test_checkpoints_of_the_user_gather_nothing_twice_and_still_prefetch():
             assert error < 2e-6
             assert counts == [(8, 5), (8, 5)]
             assert forward == [f"all_gather {unit}" for unit in ("embed", "blocks.0", "blocks.1", "blocks.2")]
+
+
+def test_a_unit_inside_of_a_recomputed_one_is_gathered_as_often_as_without():
+    """pytorch#175406: nested units with recomputation gathered twice."""
+    nested = [f"blocks.{place}{name}" for place in range(3) for name in ("", ".up", ".down")]
+    units = ["embed", *nested, ["norm", "head"]]
+
+    def job(rank: int) -> list[tuple[int, int]]:
+        return [
+            _counts(ok.shard(gpt(), units=units, recompute=policy)) for policy in (None, "full", "selective")
+        ]
+
+    assert run_ranks(2, job) == [[(20, 11)] * 3] * 2  # nine units twice, embedding and head once
 
 
 def _gathered_before_block_0(model: nn.Module) -> list[str]:

@@ -235,12 +235,19 @@ def _widen_late(group: Any) -> list[Any]:
     if len(waiting) == len(group.fsdp_params):
         return []
 
+    trained = [it for it in waiting if it.sharded_param.requires_grad]
+    if getattr(
+        group, "reduce_scatter_unused_params", False
+    ):  # then one that never comes is zero (torch 2.13)
+        for it in trained:
+            it.unsharded_accumulated_grad = torch.zeros_like(it._unsharded_param, dtype=it.reduce_dtype)
+        return []
+
     def widen(parameter: nn.Parameter, of: Any) -> None:
         assert parameter.grad is not None
         of.unsharded_accumulated_grad = parameter.grad.to(of.reduce_dtype)
         parameter.grad = None
 
-    trained = [it for it in waiting if it.sharded_param.requires_grad]
     return [
         it._unsharded_param.register_post_accumulate_grad_hook(functools.partial(widen, of=it))
         for it in trained
