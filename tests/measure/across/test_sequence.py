@@ -64,6 +64,25 @@ def on_gloo(rank):
     return read_issues()
 
 
+def one_group_after_another(rank):
+    for _ in range(9):
+        dist.barrier()
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.all_gather([torch.empty(3) for _ in range(2)], torch.ones(3))
+    return read_issues()
+
+
+def test_what_a_group_of_the_same_name_did_before_is_not_mixed_in():
+    seen = run_ranks(2, one_group_after_another)[0]
+    if isinstance(seen, str):
+        pytest.skip(seen)
+    number = seen.last("")
+    assert number < 9
+    assert seen.text("", number).startswith("all_gather")
+
+
 def test_gloos_own_record_shows_another_dtype_of_as_many_bytes():
     seen = run_ranks(2, on_gloo)
     if isinstance(seen[0], str):

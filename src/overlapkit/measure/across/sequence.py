@@ -121,16 +121,22 @@ def _entries() -> list[dict[str, Any]] | str:
     from torch._C import _distributed_c10d as c10d
 
     dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace")]
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    found: dict[str, dict[int, dict[str, Any]]] = {}
     for dump in filter(None, dumps):
         with contextlib.suppress(RuntimeError, TypeError, KeyError):
-            for entry in pickle.loads(dump(True, False, False)).get(
-                "entries", ()
-            ):  # this process's own bytes
-                if not entry.get("is_p2p"):
-                    found[_group(entry["process_group"]), entry["collective_seq_id"]] = entry
+            trace = pickle.loads(dump(True, False, False))  # this process's own bytes
+            for entry in sorted(trace.get("entries", ()), key=lambda entry: entry["record_id"]):
+                if entry.get("is_p2p"):
+                    continue
+                numbered, number = (
+                    found.setdefault(_group(entry["process_group"]), {}),
+                    entry["collective_seq_id"],
+                )
+                if number < max(numbered, default=0):  # of a group of this name that is no more
+                    numbered.clear()
+                numbered[number] = entry
     if found:
-        return list(found.values())
+        return [entry for numbered in found.values() for entry in numbered.values()]
     return "torch's flight recorder holds no collective (it is off with TORCH_FR_BUFFER_SIZE=0)"
 
 
