@@ -68,6 +68,8 @@ VARIANTS = (
 def main() -> int:
     options = parser("Does a simulated step take as long as a real one?")
     options.add_argument("--png", type=Path, help="draw Llama 8B on 2 to 16,384 GPUs here (needs matplotlib)")
+    options.add_argument("--rounds", type=int, default=6, help="timed steps of each variant")
+    options.add_argument("--mbit", type=float, nargs="+", default=RATES, help="bandwidths of the lab")
     args = options.parse_args()
     figures = [*published(), *at_any_scale(args.png)]
     if lacks := missing():
@@ -169,12 +171,12 @@ def in_the_lab(args: argparse.Namespace) -> list[Figure]:
     figures: list[Figure] = []
     shapes = [replace(shape, blocks=4, seconds=0.02) for shape in SHAPES[:1]] if args.quick else SHAPES
     with Lab(hosts=2) as lab:
-        for rate in RATES[1:] if args.quick else RATES:
+        for rate in args.mbit[-1:] if args.quick else args.mbit:
             lab.set_rate(rate)
             for shape in shapes:
                 profile, link = measure(lab, shape)
                 variants = [*VARIANTS, *([] if args.quick else plans(shape, profile, link))]
-                figures += compare(lab, shape, profile, link, variants, 2 if args.quick else 6)
+                figures += compare(lab, shape, profile, link, variants, 2 if args.quick else args.rounds)
     return figures
 
 
