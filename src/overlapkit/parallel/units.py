@@ -94,20 +94,32 @@ def prefetch_order(units: Sequence[Unit], forward: int, backward: int) -> list[t
         forward: How many of the following units; the root comes before the first.
         backward: How many of the preceding units that are gathered again; the root comes after the last.
     """
-    last = len(units) - 1
-    order = []
     end = backward_ends(units)
-    for place in range(len(units)):
+    again = [place >= end and unit.regathers for place, unit in enumerate(units)]
+    return prefetch_places(again, forward, backward)
+
+
+def prefetch_places(
+    regathers: Sequence[bool], forward: int, backward: int
+) -> list[tuple[list[int], list[int]]]:
+    """As `prefetch_order`, from whether backward gathers each unit again."""
+    last = len(regathers) - 1
+    order = []
+    for place in range(len(regathers)):
         after = 0 if place == last else place + 1
-        again = [other for other in range(place - 1, end - 1, -1) if units[other].regathers]
+        again = [other for other in range(place - 1, -1, -1) if regathers[other]]
         order.append((list(range(after, min(after + forward, last))), again[:backward]))
     return order
 
 
 def backward_ends(units: Sequence[Unit]) -> int:
     """The place of the first unit that backward reaches: what is before it, and the root, is frozen."""
-    trains = [any(p.requires_grad for p in unit.parameters.values()) for unit in units]
-    return 0 if trains[-1] else trains.index(True) if any(trains) else len(units)
+    return first_reached([any(p.requires_grad for p in unit.parameters.values()) for unit in units])
+
+
+def first_reached(trains: Sequence[bool]) -> int:
+    """As `backward_ends`, from whether each unit trains anything."""
+    return 0 if trains[-1] else trains.index(True) if any(trains) else len(trains)
 
 
 def find_ignored(model: nn.Module, ignored: Iterable[Any]) -> set[nn.Parameter]:

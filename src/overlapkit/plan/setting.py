@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from overlapkit.parallel.merging import MIN_UNIT_MB, filled, least_bytes
 from overlapkit.parallel.shard_plan import ShardPlan
-from overlapkit.parallel.units import ROOT
+from overlapkit.parallel.units import ROOT, first_reached
 from overlapkit.plan.arguments import check_amount, check_ranks
 from overlapkit.plan.costs import Profile, UnitProfile
 from overlapkit.plan.links import Link
@@ -190,7 +190,7 @@ def work_of(job: Job, plan: ShardPlan) -> list[Work]:
     """Each unit's work in a step of one microbatch, in forward order, the root last."""
     groups, seconds = grouped(job, plan), computed(job, plan)
     trains = [any(unit.trained for unit in group) for group in groups]
-    reached = 0 if trains[-1] else trains.index(True) if any(trains) else len(groups)
+    reached = first_reached(trains)
     return [
         _work(job, group, _reshards(job, plan, groups, place), seconds, reached=place >= reached)
         for place, group in enumerate(groups)

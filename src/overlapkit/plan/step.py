@@ -6,6 +6,7 @@ begin when the unit `depth` places before it begins to compute; a reduction when
 
 from dataclasses import dataclass, field
 
+from overlapkit.parallel.units import prefetch_places
 from overlapkit.plan.wires import Transfer, Wires
 
 
@@ -120,6 +121,8 @@ class Step:
     def __init__(self, work: list[Work], rules: Rules) -> None:
         self._work = work
         self._rules = rules
+        regathers = [one.regathers for one in work]
+        self._order = prefetch_places(regathers, rules.forward_prefetch, rules.backward_prefetch)
         self._wires = Wires()
         self._now = 0.0
         self._played = Played()
@@ -145,11 +148,10 @@ class Step:
         self._again = False
         self._gathers.clear()
         self._whole.clear()
-        order = [last, *range(last)]  # the root's hook runs first
-        for turn, place in enumerate(order):
+        for place in [last, *range(last)]:  # the root's hook runs first
             self._gather(place)
             self._need(place)
-            for ahead in order[turn + 1 : turn + 1 + self._rules.forward_prefetch]:
+            for ahead in self._order[place][0]:
                 self._gather(ahead)
             if place != last:
                 self._compute("forward", place, self._work[place].forward_s)
@@ -160,16 +162,15 @@ class Step:
         self._again = True
         self._gathers = {p: t for p, t in self._gathers.items() if not self._work[p].regathers}
         self._whole &= self._gathers.keys()
-        again = [place for place in range(last - 1, -1, -1) if self._work[place].regathers]
         self._gather(last)
         self._need(last)
-        for ahead in again[: self._rules.backward_prefetch]:  # the root's hook runs first
+        for ahead in self._order[last][1]:  # the root's hook runs first
             self._gather(ahead)
         self._compute("backward", last, self._work[last].backward_s)
         for place in range(last - 1, -1, -1):
             self._gather(place)
             self._need(place)
-            for ahead in [other for other in again if other < place][: self._rules.backward_prefetch]:
+            for ahead in self._order[place][1]:
                 self._gather(ahead)
             self._compute("backward", place, self._work[place].backward_s)
             self._reduce(place)
