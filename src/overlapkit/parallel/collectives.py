@@ -11,14 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlapkit.one_tensor import all_gather, reduce_scatter
 from overlapkit.parallel import exchange
 from overlapkit.parallel.traffic import LANE, Label, Pending, Traffic, at_end_of_backward, group_name
 from overlapkit.parallel.waits import GatherWaits
 from overlapkit.span import Mark, Span
-
-# torch 2.13 renamed both and deprecates the old names.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 TAIL = "reduce_scatter tail"
 
@@ -97,7 +94,7 @@ class AllGather(_Collective):
         self._group = group_name(group)
 
         def queue(async_op: bool = False) -> Any:
-            return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
         if output_tensor.is_cuda:
             stream = torch.cuda.current_stream(output_tensor.device)
@@ -173,7 +170,7 @@ class ReduceScatter(_Collective):
         self.label = self.label._replace(parameters=tuple(trained))
 
         def queue(async_op: bool = False) -> Any:
-            return _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
         if input_tensor.is_cuda and not async_op:
             stream = torch.cuda.current_stream(input_tensor.device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from overlapkit.one_tensor import all_gather, reduce_scatter
 from overlapkit.parallel import exchange
 from overlapkit.plan.arguments import check_amount, check_ranks
 from overlapkit.plan.host_cost import LARGEST, copy_seconds
@@ -22,9 +23,6 @@ SIZES = tuple(4**power for power in range(6, 14))
 _COPY = "copy"
 
 _TAG = 0xFFFF  # far from those of a sharded model's units
-
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def probe_link(
@@ -116,8 +114,8 @@ class _Probe:
         group = self._group
         collectives: dict[str, Callable[[], Any]] = {
             # FSDP2's buffers are new every time: their pages are first touched then.
-            "all_gather": lambda: _gather(torch.empty_like(whole), part, group=group),
-            "reduce_scatter": lambda: _scatter(part, whole, group=group),
+            "all_gather": lambda: all_gather(torch.empty_like(whole), part, group=group),
+            "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
         }
         if self._device.type == "cpu" and exchange.direct(group):  # what `shard` does there

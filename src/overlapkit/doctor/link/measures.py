@@ -56,12 +56,13 @@ class Wire:
         import torch
         import torch.distributed as dist
 
+        from overlapkit.one_tensor import all_gather
+
         self._torch, self._dist = torch, dist
         self._device, self._timeout = device, timeout
         self._world = dist.get_world_size()
         self._kept: dict[Any, Any] = {}
-        # its name from torch 2.13 on; the former one warns there
-        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._gather = all_gather
 
     def collective(self, kind: str, nbytes: int) -> float:
         """An "all_reduce" or "all_gather" whose result has so many bytes."""
