@@ -228,8 +228,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def copy(output: torch.Tensor, given: torch.Tensor, **options: Any) -> None:
         output.copy_(given)
 
-    monkeypatch.setattr("overlapkit.parallel.collectives._gather", copy)
-    monkeypatch.setattr("overlapkit.parallel.collectives._scatter", copy)
+    monkeypatch.setattr("overlapkit.parallel.collectives.all_gather", copy)
+    monkeypatch.setattr("overlapkit.parallel.collectives.reduce_scatter", copy)
     monkeypatch.setattr("overlapkit.parallel.collectives.group_name", lambda group: "")
     with fake_cuda() as machine:
         yield machine

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from overlapkit.alpha_beta import fit_line
 from overlapkit.plan.arguments import check_amount, check_ranks
 from overlapkit.plan.stored import Stored
 
@@ -163,20 +164,7 @@ class LinkTable(Stored):
 
     def line(self, op: str) -> tuple[float, float]:
         """(alpha, beta): seconds = alpha + beta * bytes, of least relative error, neither negative."""
-        rows = self.rows[op]
-        weights = [1 / seconds**2 for _, seconds in rows]
-        total = sum(weights)
-        size = sum(w * n for w, (n, _) in zip(weights, rows, strict=True)) / total
-        time = sum(w * s for w, (_, s) in zip(weights, rows, strict=True)) / total
-        spread = sum(w * (n - size) ** 2 for w, (n, _) in zip(weights, rows, strict=True))
-        both = sum(w * (n - size) * (s - time) for w, (n, s) in zip(weights, rows, strict=True))
-        beta = both / spread
-        if beta <= 0:
-            return time, 0.0
-        if (alpha := time - beta * size) >= 0:
-            return alpha, beta
-        through = sum(w * n * s for w, (n, s) in zip(weights, rows, strict=True))
-        return 0.0, through / sum(w * n * n for w, (n, _) in zip(weights, rows, strict=True))
+        return fit_line(self.rows[op])
 
     def seconds(self, op: str, nbytes: float, ranks: int, stride: int = 1) -> float:
         """See Link; one measured table has one kind of link, however far ranks are apart."""
