@@ -254,6 +254,15 @@ def test_a_fabric_has_no_world_of_its_own_and_a_table_has() -> None:
     assert choose(made(), LinkTable(2, rows)).units is not None
 
 
+def test_choose_refuses_what_simulate_refuses() -> None:
+    with pytest.raises(ValueError, match="wrapper='ddp'"):
+        choose(made(), SLOW, world=2, wrapper="ddp")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer_bytes=-1"):
+        choose(made(), SLOW, world=2, optimizer_bytes=-1)
+    with pytest.raises(TypeError, match="profile=str"):
+        choose("profile.json", SLOW, world=2)  # type: ignore[arg-type]
+
+
 def test_a_merged_unit_gathers_what_its_parts_did() -> None:
     job = Job(made(), SLOW, 2)
     merged = ShardPlan(

@@ -11,7 +11,7 @@ from overlapkit.plan.failures import Failures
 from overlapkit.plan.links import Link, LinkTable
 from overlapkit.plan.memory import memory_of
 from overlapkit.plan.setting import Job, grouped
-from overlapkit.plan.simulation import Wrapper, play
+from overlapkit.plan.simulation import Wrapper, optimizer_step_s, play
 from overlapkit.plan.step import Rules
 
 WORTH = 0.01
@@ -99,7 +99,7 @@ def choose(
         best = tried[0]
     if failures is None:
         return best.plan
-    step_s = best.seconds + optimizer_s / (1 if wrapper == "replicate" else job.sharing)
+    step_s = best.seconds + optimizer_step_s(job, wrapper)
     every = max(1, round(failures.best_interval(world) / step_s)) if step_s else 1
     return replace(best.plan, checkpoint_every=every)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from overlapkit.parallel.shard_plan import ShardPlan
+from overlapkit.plan.arguments import check_ranks
 from overlapkit.plan.setting import Job, recomputed, rules_under, work_of
 
 
@@ -39,6 +40,7 @@ def memory_of(job: Job, plan: ShardPlan, *, optimizer_bytes: int = 8, replicated
         optimizer_bytes: Bytes an element of the optimizer's state: 8 for AdamW with float32 moments.
         replicated: Under DDP: everything whole, and gradients in buckets that they share.
     """
+    check_ranks("optimizer_bytes", optimizer_bytes, least=0)
     units = job.profile.units
     share = 1 if replicated else job.sharing
     trained = sum(unit.trained for unit in units)

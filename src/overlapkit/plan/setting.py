@@ -33,7 +33,7 @@ class Job:
             profile's device.
 
     Raises:
-        TypeError: A figure is no number.
+        TypeError: `profile` is no Profile, or a figure no number.
         ValueError: It is out of range, or `world` is no multiple of `shards`.
     """
 
@@ -48,6 +48,8 @@ class Job:
     rules: Rules | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.profile, Profile):
+            raise TypeError(f"profile={type(self.profile).__name__}: give a Profile (plan.profile makes one)")
         check_ranks("world", self.world)
         check_ranks("param_bytes", self.param_bytes)
         check_ranks("reduce_bytes", self.reduce_bytes)

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from overlapkit.measure.report import StepReport
 from overlapkit.parallel.shard_plan import ShardPlan
-from overlapkit.plan.arguments import check_ranks
 from overlapkit.plan.buckets import play_buckets
 from overlapkit.plan.costs import Profile
 from overlapkit.plan.failures import Failures
@@ -59,10 +58,21 @@ class SimulatedReport(StepReport):
 
 
 def play(job: Job, plan: ShardPlan, wrapper: Wrapper) -> Played:
-    """One step of a job under a plan."""
+    """One step of a job under a plan, up to the optimizer.
+
+    Raises:
+        ValueError: There is no such wrapper.
+    """
     if wrapper == "replicate":
         return play_buckets(job, plan)
+    if wrapper != "shard":
+        raise ValueError(f"wrapper={wrapper!r}: give 'shard' or 'replicate'")
     return Step(work_of(job, plan), rules_under(job, plan)).play()
+
+
+def optimizer_step_s(job: Job, wrapper: Wrapper) -> float:
+    """The optimizer's step on one rank: of all parameters, or of its share."""
+    return job.optimizer_s / (1 if wrapper == "replicate" else job.sharing)
 
 
 def simulate(
@@ -104,22 +114,17 @@ def simulate(
         ValueError: A figure is out of range, the world is no multiple of the shards, the fabric has no
             network and the ranks need one, or the plan does not fit the profile.
     """
-    if wrapper not in ("shard", "replicate"):
-        raise ValueError(f"wrapper={wrapper!r}: give 'shard' or 'replicate'")
-    if not isinstance(profile, Profile):
-        raise TypeError(f"profile={type(profile).__name__}: give a Profile (plan.profile makes one)")
-    check_ranks("optimizer_bytes", optimizer_bytes, least=0)
     plan = plan or ShardPlan()
     job = Job(profile, link, world, shards, param_bytes, reduce_bytes, spread, optimizer_s, rules)
-    replicated = wrapper == "replicate"
-    memory = memory_of(job, plan, optimizer_bytes=optimizer_bytes, replicated=replicated)
+    played = play(job, plan, wrapper)
+    memory = memory_of(job, plan, optimizer_bytes=optimizer_bytes, replicated=wrapper == "replicate")
     report = report_of(
-        play(job, plan, wrapper),
+        played,
         world=world,
         device=profile.device,
         tokens=None if profile.tokens is None else profile.tokens * job.schedule.microbatches,
         memory=memory.total,
-        optimizer_s=optimizer_s / (1 if replicated else job.sharing),
+        optimizer_s=optimizer_step_s(job, wrapper),
     )
     interval = None if failures is None else failures.best_interval(world)
     return SimulatedReport(
