@@ -1,7 +1,8 @@
 """Measurement: what each lane of a training step still exposes, and what would hide it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from overlapkit import _lazily
 from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport
 from overlapkit.measure.compare import Comparison
 from overlapkit.measure.detail import StepDetail
@@ -31,10 +32,4 @@ __all__ = [
     "explain",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "explain":  # msgspec is imported by those only who read a trace
-        from overlapkit.measure.traces.explain import explain
-
-        return explain
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = _lazily(__name__, {"explain": "traces.explain"})  # msgspec is for those who read a trace
