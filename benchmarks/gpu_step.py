@@ -95,12 +95,11 @@ def measure(
     took: dict[str, dict[str, Measurement]] = {}
     figures: list[Figure] = []
     reports: dict[str, Any] = {}
-    for name, (ours, compiled) in VARIANTS.items():
+    for name, (_, compiled) in VARIANTS.items():
         title = f"{size.name}, {name}"
 
-        def one(
-            title: str = title, name: str = name, ours: bool = ours, compiled: bool = compiled
-        ) -> list[Figure]:
+        def one(title: str = title, name: str = name) -> list[Figure]:
+            ours, compiled = VARIANTS[name]
             began = time.perf_counter()
             took[name], peak, report, flops = run(size, ours, compiled, data, device, rounds)
             if report is not None:
