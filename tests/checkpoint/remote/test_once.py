@@ -165,7 +165,7 @@ def test_dcp_saves_to_a_url_and_loads_from_it():
     assert names() == ["step-3/manifest.json", "step-3/rank-00000.json", "step-3/rank-00000.safetensors"]
     verify(URL)
     reader = SafetensorsReader(f"{URL}/step-4")
-    with pytest.raises(CheckpointException, match="there is no checkpoint inject://bucket/run/step-4, but step-3"):
+    with pytest.raises(CheckpointException, match="there is no checkpoint .*step-4, but step-3"):
         dcp.load(state, storage_reader=reader)
 
 
