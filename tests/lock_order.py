@@ -1,7 +1,7 @@
-"""Finds deadlocks that have not happened: in what order threads take overlapkit's locks, and what they wait for.
+"""Finds deadlocks that have not happened: in what order threads take overlapkit's locks, and wait under them.
 
 While it watches, each Lock, RLock and Condition that a module of overlapkit makes is known by the line that
-made it. To block on lock B while holding A is an edge from A to B. Edges that close a cycle are two threads that
+made it. To block on lock B while holding A is an edge from A to B. Edges that close a cycle are threads that
 can wait for each other for ever, even if they never met. The other kind is a lock held while its holder waits
 without bound for a ticket, a thread, an event or a queue, which may be waiting for that lock.
 
@@ -110,7 +110,7 @@ class LockOrder:
 
     @contextlib.contextmanager
     def watching(self, *modules: str) -> Iterator[None]:
-        """Watch the locks that overlapkit's modules, and `modules`, make in the block; and all threads' waits."""
+        """Watch the locks that overlapkit and `modules` make in the block, and every thread's waits."""
         modules = (_OURS, *modules)
         with contextlib.ExitStack() as stack:
             for name, reentrant in (("Lock", False), ("RLock", True)):
@@ -163,6 +163,10 @@ class LockOrder:
             return real(inner, timeout)
 
         return wait
+
+
+SEEN = LockOrder()
+"""What all tests of this process have done: the two sides of an inversion may be in two of them."""
 
 
 class _Watched:
@@ -238,7 +242,7 @@ def _site(modules: tuple[str, ...]) -> str | None:
 
 
 def _by_threading() -> bool:
-    """Whether the module itself waits: Thread.start does, for the thread, and an Event does by a Condition."""
+    """Whether the module itself waits: Thread.start does for the thread, and an Event by a Condition."""
     return sys._getframe(2).f_globals.get("__name__") == "threading"
 
 
