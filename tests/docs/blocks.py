@@ -1,7 +1,8 @@
 """The code blocks of the Markdown pages, cut into chains: blocks that run one after the other in one process.
 
-A page is one chain. `<!-- run: anew -->` before a block begins another one, in an empty folder and with nothing
-that earlier blocks made; `<!-- run: ranks=2 -->` does so, too, on as many ranks of a process group.
+A page is one chain. `<!-- run: anew -->` before a block begins another one, in a process that has nothing of
+what earlier blocks made; `<!-- run: ranks=2 -->` does so, too, on as many ranks of a process group. Each chain
+has an empty folder of its own.
 """
 
 import re
@@ -23,7 +24,7 @@ _COMMENT = re.compile(r"<!-- run: (?:anew|ranks=(\d+)) -->")
 
 @dataclass(frozen=True)
 class Block:
-    """One block: its page, the line of its first statement (from 1), its kind ("" if indented) and its text."""
+    """One block: its page, the line of its first statement (from 1), its kind ("" if indented), its text."""
 
     page: str
     line: int

@@ -69,7 +69,8 @@ def _command_line(words: list[str]) -> None:
         try:
             cli.main()
         except SystemExit as end:  # doctor's 1: something is weak on this machine
-            assert not end.code or words[1] == "doctor", f"{shlex.join(words)}: exit status {end.code}"
+            if end.code and words[1] != "doctor":
+                raise AssertionError(f"{shlex.join(words)}: exit status {end.code}") from end
 
 
 def _succeeds(words: list[str], folder: Path) -> str:

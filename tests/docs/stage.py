@@ -1,4 +1,4 @@
-"""What the pages' Python blocks find when they begin: the names of a training loop, each made when one uses it.
+"""What the pages' Python blocks find: the names of a training loop, each made when a block uses it.
 
 A block that reads `opt` before it sets it gets the one below, made from whatever `model` is then. So a page
 can show the three lines that matter, and they still run.
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Predicts a token from one token: logits (B, V) of x (B), or their loss where targets (B) come with it."""
+    """Predicts a token from one token: logits (B, V) of x (B), or their loss if targets (B) come with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ STAGE: dict[str, Callable[[Get], Any]] = {
     "run": lambda get: _Run(),
     "sched": lambda get: torch.optim.lr_scheduler.StepLR(get("opt"), 100),
     "signal": lambda get: signal,
-    "state": lambda get: dict(model=get("model"), optimizer=get("opt")),
+    "state": lambda get: {"model": get("model"), "optimizer": get("opt")},
     "step": lambda get: 0,
     "time": lambda get: time,
     "torch": lambda get: torch,
@@ -105,7 +105,7 @@ class _Run:
     """Where a page logs to a service of its reader's."""
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        assert all(isinstance(value, float) for value in values.values()) and step >= 0
+        assert all(isinstance(value, float) for value in values.values()), step
 
 
 def _dataset() -> torch.utils.data.Dataset[Any]:
@@ -141,7 +141,7 @@ def run_block(text: str, line: int, path: Path, names: dict[str, Any]) -> None:
 
 
 def needed(code: CodeType) -> list[str]:
-    """Names that a module's code reads before it sets them, in order; those of functions unless it sets them."""
+    """Names that a module's code reads before it sets them, in order; then those of its functions."""
     steps = [step for step in dis.get_instructions(code) if isinstance(step.argval, str)]
     stored = {step.argval for step in steps if step.opname == "STORE_NAME"}
     own: list[str] = []
