@@ -138,14 +138,15 @@ def test_a_step_reads_gradients_and_writes_parameters_in_the_order_of_its_stream
     side = torch.cuda.Stream()
     for step in range(1, 4):
         give(theirs, step)
+        fresh = [param.grad.clone() for param in theirs]
         b.step()
         for param in ours:
             param.grad.fill_(float("nan"))
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             spin()
-            for param, other in zip(ours, theirs, strict=True):
-                param.grad.copy_(other.grad)
+            for param, grad in zip(ours, fresh, strict=True):
+                param.grad.copy_(grad)
             a.step()
             for param in ours:
                 param.grad.fill_(float("nan"))
