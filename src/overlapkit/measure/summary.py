@@ -147,7 +147,7 @@ class Window:
         return missing or "not measured in this window"
 
 
-_NOT_CALLED = "the model was not called (where torch.compile(model) came after the meter, give StepMeter what it returned)"
+_NOT_CALLED = "the model was not called: a meter belongs on what torch.compile(model) returned"
 
 
 def _mean(times: Sequence[int]) -> float | None:
