@@ -1,8 +1,8 @@
 """What does each kernel need of a processor: registers, spills, shared memory, on GPUs that are not here?
 
-Compiles kernels for sm_80, sm_90, sm_100 and gfx942 as launch code would launch them, and reads what they need
-from their binaries: those that users run most, into benchmarks/results/ahead.json and docs/resources.md; with
---all every configuration that launch code can choose (hours on one core), where only what is wrong is printed:
+Compiles kernels for sm_80, sm_90, sm_100 and gfx942 as launch code would launch them, and reads from their
+binaries what they need: those that users run most, into benchmarks/results/ahead.json and docs/resources.md;
+with --all every configuration that launch code can choose, hours on one core, and says only what is wrong:
 
     python benchmarks/compile_ahead.py [--all] [--architectures sm_90 gfx942] [--share 0.1] [--jobs 2]
 
@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from harness import MET, MISSED, write_json  # noqa: E402
-
 from overlapkit.optim import columns  # noqa: E402
 from tests.kernels import configurations as kernels  # noqa: E402
 from tests.kernels.ahead import SHARED_AT_MOST, Launch, needed  # noqa: E402
@@ -66,7 +65,9 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--all", action="store_true", help="every configuration; writes no files")
     parser.add_argument("--architectures", nargs="+", choices=[*ARCHITECTURES], default=[*ARCHITECTURES])
     parser.add_argument("--share", type=float, default=1.0, help="of the compilations, drawn at random")
@@ -126,7 +127,7 @@ def _compile(job: tuple[int, str]) -> tuple[int, str, list[int] | str]:
 
 
 def fault(launch: Launch, architecture: str, needs: list[int] | str) -> str | None:
-    """What is wrong with it. A candidate may spill, which autotune measures, and ask for too much: it is dropped."""
+    """What is wrong with it. A candidate may spill or ask for too much: autotune measures it, or drops it."""
     if isinstance(needs, str):
         return f"does not compile ({needs})"
     _, spills, shared = needs
@@ -155,11 +156,11 @@ def page(content: dict[str, Any]) -> str:
     lines = [
         "# What each kernel needs of a processor",
         "",
-        f"Compiled ahead of time by Triton {content['triton']}, for GPUs that were not there: registers a thread,",
-        "spills (bytes a thread on NVIDIA, registers on AMD) and bytes of shared memory. `make resources` writes this",
-        "page; the configurations are what launch code chooses by rule at the sizes that users run most, with all",
-        "options off and with all on. [Testing](testing.md#every-configuration-is-compiled) says what else is",
-        "compiled.",
+        f"Compiled ahead of time by Triton {content['triton']}, for GPUs that were not there: registers",
+        "a thread / bytes a thread of what did not fit into them / bytes of shared memory a program.",
+        "`make resources` writes this page. The configurations are those that launch code chooses by rule at",
+        "the sizes that users run most, with all options off and with all on;",
+        "[testing](testing.md#every-configuration-is-compiled) says what else is compiled.",
         "",
         f"Of {len(rows)} configurations {sum(any(row[a][1] for a in ARCHITECTURES) for row in rows)} spill.",
     ]
@@ -177,7 +178,9 @@ def described(row: Row) -> list[str]:
     types = {name.removesuffix("_ptr"): kind for name, kind in row.items() if name.endswith("_ptr")}
     if "KINDS" in row:
         bits = {name: bit for name, bit in vars(columns).items() if name in BITS}
-        kinds = [" ".join(n.lower() for n, bit in bits.items() if kind & bit) or "fp32" for kind in row["KINDS"]]
+        kinds = [
+            " ".join(n.lower() for n, bit in bits.items() if kind & bit) or "fp32" for kind in row["KINDS"]
+        ]
         return [", ".join(kinds), "8 x 128", str(row["warps"]), options(row)]
     first, *others = types.items()
     shown = [first[1], *(f"{name} {kind}" for name, kind in others if name == "weight" and kind != first[1])]

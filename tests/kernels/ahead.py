@@ -67,7 +67,7 @@ class Launch:
         return {"kernel": self.name, "warps": self.warps, "resident": self.resident} | types | self.constants
 
     def compile(self, architecture: int | str) -> Any:
-        """The triton.compiler.CompiledKernel for sm_<architecture> or gfx..., as a real launch specialises it.
+        """The triton.compiler.CompiledKernel for sm_<architecture> or gfx..., specialised as a launch does.
 
         Pointers are taken as aligned; integers divisible by 16 are marked so, and a 1 becomes a constant.
         """
@@ -135,7 +135,8 @@ class Resources(NamedTuple):
 
     Attributes:
         registers: A thread's.
-        spills: What did not fit into them: bytes of a thread's stack and local memory on NVIDIA, registers on AMD.
+        spills: Bytes of a thread's memory for what did not fit into them: stack and local memory, or scratch
+            on AMD (whose scalar registers spill into vector registers: those are counted there).
         shared: Bytes of shared memory.
     """
 
@@ -155,8 +156,7 @@ def needed(compiled: Any) -> Resources:
         used = resources(compiled.asm["cubin"])
         return Resources(used["REG"], used["STACK"] + used["LOCAL"], compiled.metadata.shared)
     said = {k: int(v) for k, v in re.findall(r"^\s+\.(\w+):\s+(\d+)$", compiled.asm["amdgcn"], re.MULTILINE)}
-    spills = said["vgpr_spill_count"] + said["sgpr_spill_count"]
-    return Resources(said["vgpr_count"], spills, compiled.metadata.shared)
+    return Resources(said["vgpr_count"], said["private_segment_fixed_size"], compiled.metadata.shared)
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -1,16 +1,14 @@
-"""Every configuration that launch code can choose, asked of that code: its launchers are called, nothing runs.
+"""Every configuration that launch code can choose, asked of that code: launchers are called, nothing runs.
 
-A configuration is what a kernel is compiled for: dtypes, constants (flags and blocks), warps and registers. Two
-sets of calls make them: every block (all widths and few rows, by rule and with each of autotune's choices) with
-all options off and all on; and every combination of options, by rule. What launch code chooses newly, a block, a
-candidate or a flag's value, is in these sets by itself; a kernel or a constant that they miss is an error.
+A configuration is what a kernel is compiled for: dtypes, constants (flags and blocks), warps and registers.
+Two sets of calls make them: every block (all widths and few rows, by rule and with each of autotune's
+choices) with all options off and all on; and every combination of options, by rule. What launch code chooses
+newly, a block or a candidate, is among them by itself; a kernel or a flag's value that they miss fails a test.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from overlapkit.kernels.raw import (
     rope,
     softmax,
 )
-from overlapkit.launch import BY_RULE, Choice, Kernel
+from overlapkit.launch import BY_RULE, Choice
 from tests.kernels.ahead import Launch, recorded
 
 N = 4096

@@ -5,6 +5,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -91,8 +92,10 @@ def launches(widths: list[int], classes: list[int], dtype: torch.dtype = torch.b
     return found
 
 
-def names() -> Iterator[str]:
-    modules = [import_module(f"{raw.__name__}.{info.name}") for info in pkgutil.iter_modules(raw.__path__)]
+def names(package: ModuleType = raw) -> Iterator[str]:
+    modules = [
+        import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
+    ]
     for module in modules:
         for name, value in vars(module).items():
             if type(value).__name__ == "Kernel":

@@ -1,12 +1,11 @@
 """Every configuration of the optimizer's kernels, asked of the code that makes their table.
 
-What they are compiled for is the kinds of the tensors in a table, each a set of bits. Here each kind is in a table
-alone, and some are together.
+What they are compiled for is the kinds of the tensors in a table, each a set of bits. Here each kind is in a
+table alone, and some are together.
 """
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
 from unittest import mock
 
 import torch
@@ -21,7 +20,7 @@ from overlapkit.optim.state import MODES, MOMENTS, Form, at_random, form_of, mak
 from overlapkit.optim.table import Entry, Table
 from tests.kernels.ahead import Launch, recorded
 
-GROUP = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, maximize=False)
+GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
 SHAPES = [(64, 256), (64, 100)]
 """Rows of whole blocks of int8 moments, and others."""
 
@@ -54,7 +53,8 @@ def all_tables() -> Iterator[Table]:
                     found[kind] = entry, grad
                     yield refreshed(Table([entry], [grad]), [grad])
     some = [found[kind] for kind in sorted(found) if not kind & (AMSGRAD | SPLIT)][:6]
-    yield refreshed(Table([entry for entry, _ in some], [grad for _, grad in some]), [grad for _, grad in some])
+    grads = [grad for _, grad in some]
+    yield refreshed(Table([entry for entry, _ in some], grads), grads)
 
 
 def refreshed(table: Table, grads: list[Tensor]) -> Table:
@@ -79,7 +79,7 @@ def clip_alone(grad: Tensor) -> None:
 
 
 def configurations() -> list[Launch]:
-    """Each kind with all flags and with none, the first with every combination of them; and clipping alone."""
+    """Each kind with all flags and with none, the first with all combinations; and clipping alone."""
     with recorded() as made:
         for number, table in enumerate(all_tables()):
             for flags in product((True, False), repeat=3):
@@ -91,12 +91,15 @@ def configurations() -> list[Launch]:
 
 
 def of_users() -> list[Launch]:
-    """The step with clipping, of an aligned parameter of each precision and each moments; and clipping alone."""
+    """The step with clipping, of an aligned parameter of each precision and moments; and clipping alone."""
     with recorded() as made:
         for entry, grad in entries():
-            usual = grad.dtype == entry.param.dtype and not entry.form.amsgrad and entry.param.shape == SHAPES[0]
-            if usual and entry.param.data_ptr() % 16 == 0:
+            param, form = entry.param, entry.form
+            usual = grad.dtype == param.dtype and not form.amsgrad and param.shape == SHAPES[0]
+            if usual and param.data_ptr() % 16 == 0:
                 step(refreshed(Table([entry], [grad]), [grad]), False, False, True)
-        made[:] = [one for one in made if one.kernel is update]  # sums of squares depend on the gradients alone
+        made[:] = [
+            one for one in made if one.kernel is update
+        ]  # sums of squares are those of gradients alone
         clip_alone(torch.zeros(1024, dtype=torch.bfloat16))
     return list({tuple(one.configuration.items()): one for one in made}.values())
