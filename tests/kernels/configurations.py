@@ -3,7 +3,7 @@
 A configuration is what a kernel is compiled for: dtypes, constants (flags and blocks), warps and registers.
 Two sets of calls make them: every block (all widths and few rows, by rule and with each of autotune's
 choices) with all options off and all on; and every combination of options, by rule. What launch code chooses
-newly, a block or a candidate, is among them by itself; a kernel or a flag's value that they miss fails a test.
+newly, a block or a candidate, is among them by itself; a kernel, or a flag's value, that is not, fails a test.
 """
 
 from collections.abc import Callable, Iterator, Sequence
