@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_S = 280.0
-"""For all commands together, on a machine that others keep busy; tests that wait so long say `timeout(300)`."""
+"""For all commands together, on a machine that others keep busy; such tests are marked timeout(300)."""
 
 
 @contextmanager
