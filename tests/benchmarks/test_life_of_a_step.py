@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-import life_of_a_step
 import pytest
 
+import life_of_a_step
 from overlapkit.measure.answers import _QUESTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -13,13 +13,13 @@ TEXT = life_of_a_step.PAGE.read_text()
 
 
 def test_the_report_is_put_between_its_marks_and_nothing_else_is_changed() -> None:
-    printed = "12 bytes to train on\nstarting; everything goes to x\nHealthy: a step \n\n part  ms\nsee x/lanes.png\n"
+    printed = "12 bytes\nstarting; everything goes to x\nHealthy: a step \n\n part  ms\nsee x/lanes.png\n"
     report = life_of_a_step.report_in(printed)
     assert report == "Healthy: a step\n\n part  ms"
     page = f"# A\n{life_of_a_step.BEGIN}old\n{life_of_a_step.END}rest\n"
     once = life_of_a_step.put(page, report, "here")
-    assert once.startswith("# A\n") and once.endswith("rest\n")
-    assert "old" not in once and f"```text\n{report}\n```\n\n(here.)" in once
+    middle = f"\n```text\n{report}\n```\n\n(here.)\n\n"
+    assert once == f"# A\n{life_of_a_step.BEGIN}{middle}{life_of_a_step.END}rest\n"
     assert life_of_a_step.put(once, report, "here") == once
     with pytest.raises(AssertionError, match="lacks its marks"):
         life_of_a_step.put("# A\n", report, "here")
