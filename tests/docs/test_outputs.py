@@ -1,4 +1,4 @@
-"""Each text block of docs/scaling_out.md is what the block before it prints: a simulation repeats to the digit."""
+"""Each text block of docs/scaling_out.md is what the block before it prints: a simulation repeats exactly."""
 
 import contextlib
 import io
