@@ -223,21 +223,21 @@ def test_what_counts_as_only_named():
 # CUDA: the real FSDP2 needs one; the fake drives the collectives as FSDP2 does.
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(params=[None, 1, 2])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     def copy(output: torch.Tensor, given: torch.Tensor, **options: Any) -> None:
         output.copy_(given)
 
     monkeypatch.setattr("overlapkit.parallel.collectives.all_gather", copy)
     monkeypatch.setattr("overlapkit.parallel.collectives.reduce_scatter", copy)
     monkeypatch.setattr("overlapkit.parallel.collectives.group_name", lambda group: "")
-    with fake_cuda() as machine:
+    with fake_cuda(request.param) as machine:
         yield machine
         assert machine.faults == []
 
 
 def _taken(traffic: Traffic) -> list[Any]:
-    return [span for _ in range(6) for span in traffic.log.take()]  # events answer late
+    return [span for _ in range(12) for span in traffic.log.take()]  # events answer late
 
 
 def _gather_as_fsdp2(gather: AllGather, stream: Any, *, prefetched: bool, arrive: Any) -> None:
