@@ -53,7 +53,9 @@ class Event:
     @property
     def took(self) -> float | None:
         """Seconds to recover, since the fault, or since the end of one that lasts."""
-        return None if self.recovered is None else self.recovered - (self.over or self.t)
+        lasts = self.kind in HELD or self.kind == "freeze"
+        began = self.over if lasts and self.over is not None else self.t
+        return None if self.recovered is None else self.recovered - began
 
     def as_json(self) -> dict[str, Any]:
         """All but how it is undone."""

@@ -245,10 +245,9 @@ def train(spec: Spec, log: Log) -> None:
 
 def threads_left() -> list[str]:
     """Our threads, when all was closed and let go of; those of a wrapped model end a moment after it."""
-    gc.collect()
     deadline = time.monotonic() + 5.0
-    while (left := _our_threads()) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    while gc.collect() >= 0 and (left := _our_threads()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     return left
 
 

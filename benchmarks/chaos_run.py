@@ -226,7 +226,8 @@ class Run:
                 life.faults = [
                     (event.kind, event.rank)
                     for event in self.events
-                    if event.start == start or (event.over is not None and event.t < born < event.over + 1.0)
+                    if event.start == start
+                    or (event.kind in HELD and event.t < born < (event.over or 0) + 1.0)
                 ]
                 life.spoilt, life.output = self._spoilt, self._output(start[0])
                 self.lives.append(life)
