@@ -2,12 +2,12 @@
 
     sudo python benchmarks/chaos.py [--minutes 30] [--seed 0] [--ranks 2 4] [--json PATH] [--figure PATH.png]
 
-A small GPT trains on real text through all lanes (chaos_rank.py), on two and four ranks, started by torchrun, or
-forked from here so that a start costs little, with or without a network of their own (netlab.py). Meanwhile
+A small GPT trains on real text through all lanes (chaos_rank.py), on two and four ranks, started by torchrun,
+or forked from here so that starts cost little, with or without a network of their own (netlab.py). Meanwhile
 things go wrong (chaos_plan.py), at steps and after delays drawn by the seed; several runs follow each other,
-each from its first step to its last. Then each run is judged by its own log (chaos_judge.py): every loss, bit by
-bit, against an undisturbed run's, every sample of every epoch, every checkpoint, every end. A file system and
-a network of one's own need root; what cannot be injected is reported as not measured.
+each from its first step to its last. Then each run is judged by its own log (chaos_judge.py): every loss, bit
+by bit, against an undisturbed run's, every sample of every epoch, every checkpoint, every end. A file system
+and a network of one's own need root; what cannot be injected is reported as not measured.
 
 A wrong is printed with the seed and the faults, and the folder with all logs stays. --keep keeps it always.
 """

@@ -35,7 +35,42 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-class Job:
+class Descendants:
+    """The processes below this one; it must have no others than a job's.
+
+    Attributes:
+        codes: How those that have ended did.
+    """
+
+    def __init__(self) -> None:
+        self.codes: dict[int, int] = {}
+
+    def reap(self) -> None:
+        """Note how children have ended: one's own, and those that were left to us."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self.codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
+    def kill(self) -> None:
+        """End all of it at once, as when the power goes."""
+        while left := descendants():
+            for pid in left:
+                send(pid, signal.SIGKILL)
+            time.sleep(0.01)
+            self.reap()
+
+    def orphans(self, patience_s: float = ORPHAN_S) -> list[str]:
+        """What has outlived the launcher, by command; it is ended then."""
+        deadline = time.monotonic() + patience_s
+        while (left := descendants()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self.reap()
+        named = [f"{pid}: {_command(pid)}" for pid in left]
+        self.kill()
+        return named
+
+
+class Job(Descendants):
     """The processes of one life.
 
     Args:
@@ -58,8 +93,8 @@ class Job:
         output: Path,
         restarts: int,
     ) -> None:
+        super().__init__()
         self.world = world
-        self.codes: dict[int, int] = {}
         self._output = output
         if launcher == "torchrun":
             self._mine = [self._start(0, lambda: _torchrun(spec, world, restarts))]
@@ -75,35 +110,11 @@ class Job:
         self.reap()
         return all(pid in self.codes for pid in self._mine)
 
-    def reap(self) -> None:
-        """Note how children have ended: these, and those that were left to us."""
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self.codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
-
     def signal(self, number: int) -> None:
         """Send a signal as a scheduler does: to what was started here, which passes it on."""
         for pid in self._mine:
             if pid not in self.codes:
                 send(pid, number)
-
-    def kill(self) -> None:
-        """End all of it at once, as when the power goes."""
-        while left := descendants():
-            for pid in left:
-                send(pid, signal.SIGKILL)
-            time.sleep(0.01)
-            self.reap()
-
-    def orphans(self) -> list[str]:
-        """What has outlived the launcher, by command; it is ended then."""
-        deadline = time.monotonic() + ORPHAN_S
-        while (left := descendants()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-            self.reap()
-        named = [f"{pid}: {_command(pid)}" for pid in left]
-        self.kill()
-        return named
 
     def _start(self, rank: int, work: Any) -> int:
         sys.stdout.flush()

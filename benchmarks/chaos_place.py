@@ -90,7 +90,7 @@ class Place:
         return sorted(int(path.name.split("-")[1]) for path in self.run.glob("step-*"))
 
     def flip(self, share: float, spared: set[int]) -> tuple[int, str]:
-        """Flip a bit of the newest checkpoint but for `spared`; returns its step, and which byte of a file."""
+        """Flip a bit of the newest checkpoint but for `spared`; returns its step, and where."""
         step = max(set(self.steps()) - spared)
         files = sorted((self.run / f"step-{step}").iterdir())
         place = share * len(files)

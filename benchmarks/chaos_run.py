@@ -15,7 +15,7 @@ from chaos_plan import Fault, Setting
 from chaos_rank import Spec
 
 BOUND_S = 120.0
-"""A job hangs when it writes no record, or has not recovered, for so long: each of its own bounds is shorter."""
+"""A job hangs that writes no record, or has not recovered, for so long: each of its own bounds is shorter."""
 _LAST_STEPS = 8  # without a new fault, so that none comes too late to matter
 _EARLY_S = 0.6  # a rank takes about so long to its first step
 
