@@ -7,14 +7,16 @@ of them a write, must be ordered by a chain of launch, record, wait and synchron
 back to the allocator must be past its last use on every stream but its own, unless `record_stream`
 said so. Every breach is collected in `FakeCuda.faults`, whatever values came out.
 
-All host threads are one actor: what one of them has waited for is over for whatever any of them
-launches later. That could hide a missing wait behind another thread's, so waiting takes `latency_s`.
-Memory that was allocated for a stream may still be in use there by its former owner: allocating counts
-as a write.
+The host's threads are actors too, and tell each other what they know as `tests/host_threads.py` says. The
+clocks hold for every order in which a device may run its streams; what they cannot stand for is the order
+in which the host's threads come, and what `query` answers when: with a seed these are drawn, thread by
+thread. Memory that was allocated for a stream may still be in use there by its former owner: allocating
+counts as a write.
 """
 
 import contextlib
 import itertools
+import random
 import threading
 import time
 import weakref
@@ -28,14 +30,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from overlapkit.pinned import PinnedRing
+from tests.host_threads import Clock, HostThreads, join
 
 CUDA = torch.device("cuda", 0)
-Clock = dict[str, int]
-
-
-def join(clock: Clock, other: Clock) -> None:
-    for actor, ticks in other.items():
-        clock[actor] = max(clock.get(actor, 0), ticks)
 
 
 @dataclass
@@ -52,6 +49,9 @@ class Memory:
 class FakeCuda:
     """The machine: one device, its streams and what they have done.
 
+    Args:
+        seed: Draws how long launches and waits take, and how late queries answer; None: no time, the second.
+
     Attributes:
         faults: One line for each pair of accesses that nothing orders.
         copies: (bytes, non_blocking) of each copy between host and device.
@@ -60,14 +60,14 @@ class FakeCuda:
 
     current: ClassVar["FakeCuda | None"] = None
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = seed
+        self.threads = HostThreads()
         self.faults: list[str] = []
         self.copies: list[tuple[int, bool]] = []
         self.syncs = 0
         self.pinned: dict[int, int] = {}
         self.lent: dict[int, int] = {}  # where such memory begins, and its key in `memories`
-        self.latency_s = 0.002
-        self.host: Clock = {"host": 0}
         self.memories: dict[int, Memory] = {}
         self.local = threading.local()
         self.names = itertools.count()
@@ -80,6 +80,27 @@ class FakeCuda:
         """The calling thread's current stream."""
         return getattr(self.local, "stream", self.default)
 
+    @property
+    def host(self) -> Clock:
+        """What the calling thread knows to be over."""
+        return self.threads.clock
+
+    @property
+    def chance(self) -> random.Random:
+        """The calling thread's own, so that others change nothing of what it draws."""
+        if not hasattr(self.local, "chance"):
+            self.local.chance = random.Random(f"{self.seed} {self.threads.name}")
+        return self.local.chance  # type: ignore[no-any-return]
+
+    def dawdle(self) -> None:
+        """Let other threads go first, or not."""
+        if self.seed is not None and self.chance.random() < 0.2:
+            time.sleep(self.chance.choice((0.0, 1e-4, 1e-3)))
+
+    def patience(self) -> int:
+        """How many times an event is asked for until it is over."""
+        return 2 if self.seed is None else self.chance.randrange(1, 5)
+
     def memory_of(self, tensor: torch.Tensor) -> Memory:
         """The record of a tensor's storage; made at first sight."""
         on_device = isinstance(tensor, CudaTensor)
@@ -87,6 +108,8 @@ class FakeCuda:
         if key not in self.memories:
             home = self.stream.name if on_device else "host"
             self.memories[key] = Memory(f"{home} memory {next(self.names)}", home)
+            if not on_device and key not in self.lent.values():  # torch's allocator guards what is freed
+                weakref.finalize(tensor.untyped_storage(), self.memories.pop, key, None)
         return self.memories[key]
 
     def access(self, actor: str, clock: Clock, memory: Memory, *, write: bool) -> None:
@@ -120,7 +143,8 @@ class FakeCuda:
                 uses[memory.write[0]] = max(uses.get(memory.write[0], 0), memory.write[1])
             for who, when in uses.items():
                 if (
-                    who not in (memory.home, "host")
+                    who != memory.home
+                    and not who.startswith("host")
                     and who not in memory.shared_with
                     and clock.get(who, 0) < when
                 ):
@@ -128,7 +152,7 @@ class FakeCuda:
 
     def host_waits(self, clock: Clock) -> None:
         clock = dict(clock)
-        time.sleep(self.latency_s)
+        self.dawdle()
         with self.lock:
             self.syncs += 1
             join(self.host, clock)
@@ -146,6 +170,7 @@ class FakeStream:
 
     def launch(self) -> Clock:
         """The host gives the stream something to do."""
+        self.machine.dawdle()
         with self.machine.lock:
             join(self.clock, self.machine.host)
             self.clock[self.name] += 1
@@ -169,7 +194,7 @@ class FakeStream:
         self.machine.host_waits(self.clock)
 
     def query(self) -> bool:
-        return all(self.machine.host.get(who, 0) >= when for who, when in self.clock.items())
+        return _over(self.clock, self.machine.host)
 
 
 class FakeEvent:
@@ -179,14 +204,14 @@ class FakeEvent:
         self.enable_timing = enable_timing
         self.clock: Clock | None = None
         self.at = 0.0
-        self.patience = 2
         self.device = CUDA
         self.machine = FakeCuda.current
+        self.patience = self.machine.patience()
 
     def record(self, stream: FakeStream | None = None) -> None:
         stream = stream or self.machine.stream
         self.clock = dict(stream.launch())
-        self.at, self.patience = time.perf_counter() * 1e3, 2
+        self.at, self.patience = time.perf_counter() * 1e3, self.machine.patience()
 
     def wait(self, stream: FakeStream | None = None) -> None:
         (stream or self.machine.stream).wait_event(self)
@@ -207,7 +232,13 @@ class FakeEvent:
     def elapsed_time(self, other: "FakeEvent") -> float:
         assert self.enable_timing
         assert other.enable_timing
+        if not all(event.clock and _over(event.clock, self.machine.host) for event in (self, other)):
+            raise RuntimeError("CUDA error: device not ready: an event is timed that has not been asked for")
         return other.at - self.at
+
+
+def _over(clock: Clock, host: Clock) -> bool:
+    return all(host.get(who, 0) >= when for who, when in list(clock.items()) if who.startswith("stream"))
 
 
 class CudaTensor(torch.Tensor):
@@ -348,9 +379,9 @@ def _pageable(machine: FakeCuda, tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[FakeCuda]:
+def fake_cuda(seed: int | None = None) -> Iterator[FakeCuda]:
     """Give torch a CUDA device for the body. The faults are left in what is yielded."""
-    machine = FakeCuda()
+    machine = FakeCuda(seed)
 
     @contextlib.contextmanager
     def use(stream: FakeStream | None) -> Iterator[None]:
@@ -389,17 +420,17 @@ def fake_cuda() -> Iterator[FakeCuda]:
         del machine.pinned[pointer]
         memory = machine.memories.pop(machine.lent.pop(pointer, 0), None)
         if memory is not None and FakeCuda.current is machine:
-            machine.access("host", machine.host, memory, write=True)
+            machine.access(machine.threads.name, machine.host, memory, write=True)
         return 0
 
     def take(ring: PinnedRing, nbytes: int, **options: Any) -> Any:
         buffer = plain_take(ring, nbytes, **options)
         whole = buffer.bytes(1)
         machine.lent[whole.data_ptr()] = whole.untyped_storage()._cdata
-        machine.access("host", machine.host, machine.memory_of(whole), write=True)
+        machine.access(machine.threads.name, machine.host, machine.memory_of(whole), write=True)
         return buffer  # which its borrower may write at once
 
-    plain_to, plain_take = torch.Tensor.to, PinnedRing.take
+    plain_to = torch.Tensor.to
     replaced = {
         "Stream": FakeStream,
         "Event": FakeEvent,
@@ -419,6 +450,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
         "_sleep": lambda cycles: None,
     }
     with contextlib.ExitStack() as stack:
+        stack.enter_context(machine.threads.followed())
+        plain_take = PinnedRing.take
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for make in ("empty", "zeros", "ones", "full", "arange", "randn"):

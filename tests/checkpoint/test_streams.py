@@ -23,7 +23,6 @@ def _any_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(machine: FakeCuda, directory: Path, stage: Any, in_flight: int = 1) -> None:
     torch.manual_seed(0)
-    machine.latency_s = 0.02  # the writer's wait must not stand in for the optimizer's
     net = module_on_device(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
     loose = on_device(torch.zeros(7))
     opt = ok.AdamW(net.parameters(), lr=0.1, max_norm=1.0)

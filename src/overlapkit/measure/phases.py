@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from overlapkit.measure.hooks import Hook, differentiable, nodes
 from overlapkit.measure.timeline import Timeline
+from overlapkit.optimizer_step import at_update
 
 
 class Phases:
@@ -95,7 +96,10 @@ class Phases:
         if self.inside:
             self.turn("backward")
 
-    def _on_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _on_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return at_update(args, kwargs, self._on_update)
+
+    def _on_update(self) -> None:
         if self.inside:
             self.turn("optimizer")
 
