@@ -12,6 +12,7 @@ and a network of one's own need root; what cannot be injected is reported as not
 A wrong is printed with the seed and the faults, and the folder with all logs stays. --keep keeps it always.
 """
 
+import json
 import os
 import shutil
 import sys
@@ -37,7 +38,7 @@ from chaos_place import Place
 from chaos_plan import KINDS, LAUNCHERS, NEED_LAB, NEED_MOUNT, Setting, faults, settings
 from chaos_rank import Spec
 from chaos_run import Outcome, Run
-from harness import Figure, finish, new_file, parser
+from harness import Figure, finish, new_file, parser, write_json
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from text import standard_library
@@ -58,21 +59,27 @@ def main() -> int:
     options.add_argument("--figure", type=new_file, metavar="PATH", help="draw the losses here, as PNG")
     options.add_argument("--keep", action="store_true", help="leave the logs where they are")
     args = options.parse_args()
+    if args.device not in (None, "cpu"):
+        options.error(f"--device {args.device}: this benchmark runs on the CPU")
     chaos_place.sweep(Path(tempfile.gettempdir()))
     root = Path(tempfile.mkdtemp(prefix=f"{chaos_place.PREFIX}{os.getpid()}-"))
     adopt_orphans()
+    outcomes: list[Outcome] = []
     try:
-        outcomes, lacks = campaign(args, root)
-    except BaseException:
-        print(f"the logs are in {root}", file=sys.stderr)
-        raise
+        lacks = campaign(args, root, outcomes)
+    finally:
+        if args.keep or sys.exc_info()[0] or any(outcome.verdict.wrong for outcome in outcomes):
+            chaos_place.keep(root)
+            print(f"the logs are in {root}", file=sys.stderr)
+        else:
+            shutil.rmtree(root)
     if args.figure:
         draw(args.figure, outcomes)
-    if any(outcome.verdict.wrong for outcome in outcomes) or args.keep:
-        print(f"the logs are in {root}", file=sys.stderr)
-    else:
-        shutil.rmtree(root)
-    return finish(figures(outcomes, lacks), args)
+    code = finish(figures(outcomes, lacks), args)
+    if args.json:
+        told = {outcome.title(): outcome.story() for outcome in outcomes}
+        write_json(args.json, json.loads(args.json.read_text()) | {"runs": told})
+    return code
 
 
 def _ranks(text: str) -> int:
@@ -81,8 +88,8 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
-def campaign(args: Namespace, root: Path) -> tuple[list[Outcome], dict[str, str]]:
-    """All runs; and which kinds cannot be injected here, with the reason."""
+def campaign(args: Namespace, root: Path, outcomes: list[Outcome]) -> dict[str, str]:
+    """All runs, added to `outcomes`; returns which kinds cannot be injected here, with the reason."""
     lacks: dict[str, str] = {}
     for kinds, why in ((NEED_MOUNT, chaos_place.missing()), (NEED_LAB, netlab.missing())):
         lacks |= dict.fromkeys(sorted(kinds), why) if why else {}
@@ -90,7 +97,6 @@ def campaign(args: Namespace, root: Path) -> tuple[list[Outcome], dict[str, str]
     if "throttle" not in lacks and "lab" not in args.launchers:
         lacks["throttle"] = "it needs the launcher lab"
     launchers = [one for one in args.launchers if one != "lab" or "throttle" not in lacks]
-    outcomes: list[Outcome] = []
     with ExitStack() as stack:
         lab = None
         if "lab" in launchers:
@@ -101,7 +107,7 @@ def campaign(args: Namespace, root: Path) -> tuple[list[Outcome], dict[str, str]
         for setting in field_.settings(launchers):
             outcomes.append(field_.run(setting))
             tell(outcomes[-1], args.seed)
-    return outcomes, lacks
+    return lacks
 
 
 @dataclass
@@ -198,20 +204,11 @@ def write_data(folder: Path, count: int) -> frozenset[str]:
 
 def tell(outcome: Outcome, seed: int) -> None:
     """A line for a run, and all about one in which something was wrong."""
-    setting, verdict = outcome.setting, outcome.verdict
-    print(
-        f"run {setting.number}: {setting.launcher}, {setting.wrap}, ranks {setting.worlds}: "
-        f"{len(outcome.events)} faults, {len(outcome.lives)} starts, {outcome.seconds:.0f} s, "
-        f"{len(verdict.wrong)} wrong",
-        file=sys.stderr,
-    )
+    verdict = outcome.verdict
+    counts = f"{len(outcome.events)} faults, {len(outcome.lives)} starts, {outcome.seconds:.0f} s"
+    print(f"{outcome.title()}: {counts}, {len(verdict.wrong)} wrong", file=sys.stderr)
     if verdict.wrong:
-        print(f"seed {seed}, {setting}:", *verdict.wrong, "faults:", sep="\n  ", file=sys.stderr)
-        print(
-            *(f"{event.start} step {event.step}: {event.fault} {event.note}" for event in outcome.events),
-            sep="\n    ",
-            file=sys.stderr,
-        )
+        print(f"seed {seed}:", *verdict.wrong, "faults:", *outcome.story(), sep="\n  ", file=sys.stderr)
 
 
 def figures(outcomes: list[Outcome], lacks: dict[str, str]) -> list[Figure]:
@@ -232,6 +229,7 @@ def figures(outcomes: list[Outcome], lacks: dict[str, str]) -> list[Figure]:
         if survived:
             low, median, high = np.percentile(survived, [25, 50, 75])
             rows.append(Figure(f"to recover: {words}", float(median), "s", spread=(float(low), float(high))))
+    memory, descriptors = (max((o.growth(what) for o in outcomes), default=0) for what in ("rss", "fds"))
     recovered = sum(event.recovered is not None for event in events)
     wrong = sum(len(verdict.wrong) for verdict in verdicts)
     rows += [
@@ -246,6 +244,8 @@ def figures(outcomes: list[Outcome], lacks: dict[str, str]) -> list[Figure]:
             max((one.apart for one in verdicts), default=0.0),
             "",
         ),
+        Figure("most that a rank's memory grew in a life", memory / 1024, "MiB"),
+        Figure("most that a rank's descriptors grew in a life", descriptors, "descriptors"),
         Figure("runs", len(outcomes), "runs"),
         Figure("starts of all ranks", sum(len(outcome.lives) for outcome in outcomes), "starts"),
     ]

@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import netlab
 from chaos_job import Job, send
@@ -57,10 +56,11 @@ class Event:
         began = self.over if lasts and self.over is not None else self.t
         return None if self.recovered is None else self.recovered - began
 
-    def as_json(self) -> dict[str, Any]:
-        """All but how it is undone."""
-        about = {"kind": self.kind, "start": self.start, "rank": self.rank, "step": self.step}
-        return about | {"t": self.t, "note": self.note, "took": self.took, "planned": str(self.fault)}
+    def line(self) -> str:
+        """All about it, for whoever looks for what went wrong."""
+        took = "not recovered" if self.took is None else f"recovered in {self.took:.2f} s"
+        life = f"life {self.start[0]}.{self.start[1]}, rank {self.rank}, after step {self.step}"
+        return f"{life}: {self.fault}: {self.note + ', ' if self.note else ''}{took}"
 
 
 def inject(fault: Fault, job: Job, pid: int, rank: int, place: Place, lab: netlab.Lab | None) -> Undo | None:

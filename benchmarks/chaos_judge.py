@@ -220,18 +220,20 @@ def leftovers(life: Life) -> Iterator[str]:
 
 def growth(life: Life) -> Iterator[str]:
     """Memory and descriptors that grow while a life goes on."""
-    for rank, records in life.ranks.items():
-        measured = [one for one in records if one["kind"] == "step" and "rss" in one]
-        measured = [one for one in measured if one["step"] - (life.restored or 0) >= SETTLED]
-        if len(measured) < 2:
-            continue
-        begin, end = measured[0], measured[-1]
+    for begin, end in usages(life):
         for what, limit in (("rss", GROWTH_KIB), ("fds", GROWTH_FDS)):
             if end[what] - begin[what] > limit:
-                yield (
-                    f"rank {rank}: {what} grew from {begin[what]} to {end[what]} between steps "
-                    f"{begin['step']} and {end['step']}"
-                )
+                steps = f"between steps {begin['step']} and {end['step']}"
+                yield f"{what} of a rank grew from {begin[what]} to {end[what]} {steps}"
+
+
+def usages(life: Life) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What each rank used when it had settled, and last."""
+    for records in life.ranks.values():
+        measured = [one for one in records if one["kind"] == "step" and "rss" in one]
+        settled = [one for one in measured if one["step"] - (life.restored or 0) >= SETTLED]
+        if len(settled) > 1:
+            yield settled[0], settled[-1]
 
 
 def ends(life: Life) -> Iterator[str]:

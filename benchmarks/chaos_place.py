@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 PREFIX = "ok-chaos-"
-_DISK = "24m"
+_KEPT, _DISK = "kept", "24m"
 
 
 def missing() -> str | None:
@@ -126,11 +126,16 @@ class Place:
         half.rename(self.control / name)
 
 
+def keep(root: Path) -> None:
+    """Let `sweep` leave a folder alone: somebody will want to read what is in it."""
+    (root / _KEPT).touch()
+
+
 def sweep(parent: Path) -> None:
-    """Remove the folders, and file systems, of runs whose process was killed."""
+    """Remove the folders, and file systems, of benchmarks that were killed."""
     for folder in parent.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[0]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
+        if pid.isdecimal() and not Path("/proc", pid).exists() and not (folder / _KEPT).exists():
             for store in folder.glob("*/store"):
                 while _mounts(store):
                     _call("umount", "-l", str(store))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import netlab
 from chaos_inject import BETWEEN, HELD, Event, inject
 from chaos_job import Job, Logs, Records, send
-from chaos_judge import Life, Losses, Shape, Verdict, judge
+from chaos_judge import Life, Losses, Shape, Verdict, judge, usages
 from chaos_place import Place
 from chaos_plan import Fault, Setting
 from chaos_rank import Spec
@@ -29,6 +29,23 @@ class Outcome:
     lives: list[Life]
     verdict: Verdict
     seconds: float
+
+    def title(self) -> str:
+        """Which run it was."""
+        setting = self.setting
+        ranks = " and ".join(map(str, setting.worlds))
+        failed = "ends the job" if setting.stop else "is passed over"
+        return (
+            f"run {setting.number}: {setting.launcher}, {setting.wrap}, {ranks} ranks, a failed save {failed}"
+        )
+
+    def story(self) -> list[str]:
+        """A line for each fault."""
+        return [event.line() for event in self.events]
+
+    def growth(self, what: str) -> int:
+        """The most by which "rss" (KiB) or "fds" grew in a life."""
+        return max((end[what] - begin[what] for life in self.lives for begin, end in usages(life)), default=0)
 
 
 class Run:

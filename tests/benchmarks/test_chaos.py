@@ -128,7 +128,7 @@ PLANTED = {
         "leftovers after a start",
     ),
     "a thread left": (changed(1, "over", left=["overlapkit-input"]), "threads are left"),
-    "descriptors that grow": (grown, "rank 1: fds grew"),
+    "descriptors that grow": (grown, "fds of a rank grew from"),
     "an end for no reason": (ended(faults=()), "rank 0 ended, and nothing had happened"),
     "an end by what does not end": (ended(faults=(("stop", 0),)), "ended, and ['stop'] had happened"),
     "a save failing for no reason": (ended(ENOSPC, faults=(("stop", 0),)), "a save failed, and ['stop']"),
