@@ -16,10 +16,11 @@ ROOT = Path(__file__).parent.parent
 ABSENT = ("msgspec", "typer", "xxhash", "torchdata", "nvidia", "matplotlib", "fsspec", "pynvml", "hypothesis")
 
 WITHOUT = (
-    "tests/benchmarks/test_gpu.py",  # it only speaks of the mark, as this file does
+    "tests/benchmarks/test_gpu.py",  # these three only speak of the mark
+    "tests/test_bare_checkout.py",
+    "tests/test_conftest.py",
     "tests/input/images/test_loader.py",
     "tests/measure/test_tracing.py",
-    "tests/test_bare_checkout.py",
 )
 
 LOOP = """
