@@ -1,4 +1,4 @@
-"""What mkdocs needs beside docs/: README and its like as pages, and links to files of the checkout.
+"""What mkdocs needs beside docs/: README and its like as pages, and files of the checkout that pages link to.
 
 A link in a page is written for the checkout, as GitHub follows it (`../benchmarks/results/input.json`). The
 site has docs/ only: what is linked outside of it comes along as it is, under `files/`.
@@ -13,8 +13,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-"""Pages at the top of the checkout."""
+PAGES = {
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "README.md": "project/readme.md",
+    "examples/migrate/README.md": "project/migrate.md",
+}
+"""Pages outside of docs/, and where the site has them."""
 
 FOLDERS = {"benchmarks/results": "docs/benchmarks.md"}
 """Linked folders, which a site does not show, and the page that tells of what is in each."""
@@ -24,8 +29,8 @@ _LINK = re.compile(r"(\]\()([^)\s:#]+)(#[^)\s]*)?(\))")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages at the top, and every file that some page links to."""
-    for name in PAGES:
-        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for place, site in PAGES.items():
+        files.append(File.generated(config, site, abs_src_path=str(ROOT / place)))
     linked = {target for file in files.documentation_pages() for target in _outside(file)}
     for target in sorted(linked):
         files.append(File.generated(config, f"files/{target}", abs_src_path=str(ROOT / target)))
@@ -47,14 +52,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _place(file: File) -> str:
     """Where a page lies in the checkout."""
-    return file.src_uri if file.src_uri in PAGES else f"docs/{file.src_uri}"
+    outside = {site: place for place, site in PAGES.items()}
+    return outside.get(file.src_uri, f"docs/{file.src_uri}")
 
 
 def _in_site(place: str) -> str:
     place = FOLDERS.get(place, place)
     if place.startswith("docs/"):
         return place.removeprefix("docs/")
-    return place if place in PAGES else f"files/{place}"
+    return PAGES.get(place, f"files/{place}")
 
 
 def _outside(file: File) -> set[str]:

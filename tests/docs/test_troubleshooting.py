@@ -2,7 +2,7 @@
 
 The rule: errors about an argument (TypeError, ValueError and their like) name the argument, its value, what
 is allowed and the remedy, so the page says that once. The classes of `ONE_REMEDY` have one thing to do,
-whatever the message; the page has the class. Of all others the page has each message, up to where its remedy begins.
+whatever the message; the page has the class. Of all others the page has each message, up to its remedy.
 """
 
 import ast
