@@ -1,7 +1,7 @@
 # The two commands: `make demo` trains a small GPT through all lanes, `make test` runs the tests.
 # Each first makes .venv and installs the package there, unless that is done. They need Python 3.11+.
 #
-#   make demo            make test            make check           make bench
+#   make demo            make test            make check           make bench           make docs
 #   make bench-input     make bench-checkpoint    make bench-kernels    make bench-comm (as root)
 #   make bench-explain   make bench-optim         make bench-plan (as root)
 #   make bench-meter     make bench-faults        make bench-chaos (as root)
@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-dev test-matrix check ahead resources bench bench-chaos bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan install clean
+.PHONY: demo test test-dev test-matrix check docs ahead resources bench bench-chaos bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -61,6 +61,9 @@ check: install
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy src
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 
 bench: install
 	$(RUN) benchmarks/step.py $(ARGS)
