@@ -7,7 +7,7 @@ without bound for a ticket, a thread, an event or a queue, which may be waiting 
 
 A lock that is only ever tried (`blocking=False`) is a flag: nobody waits for it, so it is in no cycle. A lock
 that is taken again by its holder (a Ticket's) is a signal that another thread gives: that is a wait, too. From
-then on no lock of that line counts as held: one whose signal came early is kept by nobody, and never let go of.
+then on no lock of that line counts as held: one whose signal came early is never let go of, and nobody waits.
 """
 
 import contextlib
