@@ -6,8 +6,8 @@ can wait for each other for ever, even if they never met. The other kind is a lo
 without bound for a ticket, a thread, an event or a queue, which may be waiting for that lock.
 
 A lock that is only ever tried (`blocking=False`) is a flag: nobody waits for it, so it is in no cycle. A lock
-that is taken again by its holder (a Ticket's) is a signal that another thread gives: that is a wait, too. From
-then on no lock of that line counts as held: one whose signal came early is never let go of, and nobody waits.
+that is taken again by its holder (a Ticket's) is a signal that another thread gives: that is a wait, too. Then
+no lock of that line counts as held: one whose signal came early is never let go of, and nobody waits.
 """
 
 import contextlib
