@@ -6,7 +6,8 @@ can wait for each other for ever, even if they never met. The other kind is a lo
 without bound for a ticket, a thread, an event or a queue, which may be waiting for that lock.
 
 A lock that is only ever tried (`blocking=False`) is a flag: nobody waits for it, so it is in no cycle. A lock
-that is taken again by its holder (a Ticket's) is a signal that another thread gives: that is a wait, too.
+that is taken again by its holder (a Ticket's) is a signal that another thread gives: that is a wait, too. Then
+no lock of that line counts as held: one whose signal came early is never let go of, and nobody waits.
 """
 
 import contextlib
@@ -48,6 +49,7 @@ class LockOrder:
         self._locks: dict[tuple[str, str], Edge] = {}
         self._waits: dict[tuple[str, str], Edge] = {}
         self._blocking: set[str] = set()  # those that somebody blocks on
+        self._signals: set[str] = set()
         self._own = threading.local()
         self._said: set[str] = set()
 
@@ -59,6 +61,7 @@ class LockOrder:
 
     def _cycles(self) -> Iterator[tuple[str, str]]:
         edges = dict(self._locks)  # in one step: threads that are still there may add to it
+        edges = {pair: edge for pair, edge in edges.items() if pair[0] not in self._signals}
         for start, _ in edges:
             for path in _paths(edges, start):
                 key = "cycle " + " ".join(sorted(path))
@@ -67,7 +70,7 @@ class LockOrder:
 
     def _held_in_waits(self) -> Iterator[tuple[str, str]]:
         for (held, wanted), edge in dict(self._waits).items():
-            if held in self._blocking:
+            if held in self._blocking and held not in self._signals:
                 yield f"wait {held} {wanted}", f"a wait without bound under a lock:\n{edge}"
 
     @property
@@ -194,6 +197,7 @@ class _Watched:
     def is_signal(self) -> None:
         """Its holder waits until another thread releases it: from now on nobody holds it."""
         self._signal = True
+        self._order._signals.add(self.site)
         while self._holders:
             self._given_back()
 
