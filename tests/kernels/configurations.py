@@ -222,10 +222,8 @@ CASES = [
 ]
 
 
-def configurations(
-    cases: Sequence[Case] = CASES,
-) -> list[Launch]:
-    """Each configuration once: as the rule chooses it where it does, with the fewest columns and most rows."""
+def configurations(cases: Sequence[Case] = CASES) -> list[Launch]:
+    """Each configuration once: by rule where the rule chooses it, with the fewest columns and most rows."""
     found: dict[Any, Launch] = {}
     for case in cases:
         for dtype, call in product(launch.DTYPES, [*case.blocks(), *case.combinations()]):
