@@ -4,7 +4,7 @@
 #   make demo            make test            make check           make bench
 #   make bench-input     make bench-checkpoint    make bench-kernels    make bench-comm (as root)
 #   make bench-explain   make bench-optim         make bench-plan (as root)
-#   make bench-meter     make bench-faults
+#   make bench-meter     make bench-faults        make bench-chaos (as root)
 #   make test-dev        make test-matrix         make ahead            make resources
 #   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
 # Tests run in two processes: many of them wait, for ranks that start or for what is late on purpose.
@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-dev test-matrix check ahead resources bench bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan install clean
+.PHONY: demo test test-dev test-matrix check ahead resources bench bench-chaos bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -68,7 +68,7 @@ bench: install
 # With the peers, DALI among them: some 300 MB. SPDL also needs FFmpeg's libraries. HolisticTraceAnalysis comes
 # without its requirements, which bring JupyterLab.
 bench-explain: BARE := HolisticTraceAnalysis==0.5.0
-bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan: install
+bench-chaos bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan: install
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(if $(BARE),$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps $(BARE))
 	$(RUN) benchmarks/$(@:bench-%=%).py $(ARGS)

@@ -3,6 +3,8 @@
 import argparse
 import math
 import time
+import traceback
+from collections.abc import Callable
 
 from figure import Figure
 
@@ -21,11 +23,25 @@ class Budget:
         """Seconds; negative after the end, infinite without a limit."""
         return self._end - time.monotonic()
 
-    def refuses(self, seconds: float, name: str, unit: str) -> list[Figure]:
-        """A figure that says so where what takes so many seconds does not fit any more; else none."""
-        if self.left() >= seconds:
-            return []
-        return [Figure(f"{name}: no time left", None, unit)]
+    def attempt(
+        self, seconds: float, name: str, unit: str, measure: Callable[[], list[Figure]]
+    ) -> list[Figure]:
+        """The figures that `measure` returns; one in their place where no time is left, or where it raises.
+
+        Args:
+            seconds: That it is thought to take.
+            name: Of what is measured.
+            unit: Of its figure where no time is left.
+            measure: What raises in it is printed, and is a missed goal: later figures must not be lost to it.
+        """
+        if self.left() < seconds:
+            return [Figure(f"{name}: no time left", None, unit)]
+        try:
+            return measure()
+        except Exception as error:
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+            return [Figure(f"{name}: {said}", 1, "error", better="lower", limit=0)]
 
 
 def add_budget(options: argparse.ArgumentParser) -> None:

@@ -1,20 +1,20 @@
 """What does saving 10 GB of a GPU's state cost the training beside it?
 
-    python benchmarks/gpu_checkpoint.py [--quick] [--json PATH] [--device cuda] [--budget SECONDS] [--folder DIR]
+    python benchmarks/gpu_checkpoint.py [--quick] [--json PATH] [--budget SECONDS] [--folder DIR]
 
-The state is parameters under AdamW with both moments, of random values. Ours and torch.distributed.checkpoint's
-async_save, as it comes and with one stager that it keeps, save twice in a loop of steps; the second save is
-reported, as every later one costs as much, and the stall of our first beside it. A step computes for as long as
-a model of that size takes for some 32,000 tokens, 0.4 s for 10 GB: that is what a copy of the state has to
-hide behind.
+The state is parameters under AdamW with both moments, of random values. Ours and
+torch.distributed.checkpoint's async_save, as it comes and with one stager that it keeps, save twice in a
+loop of steps; the second save is reported, as every later one costs as much, and the stall of our first
+beside it. A step computes for as long as a model of that size takes for some 32,000 tokens, 0.4 s for 10
+GB: that is what a copy of the state has to hide behind.
 
-Stall is how long the call took and what the optimizer's step then waited. Exposed is that and what the steps
-until the save was durable took longer than those before it ("slowdown" is the difference). Goals: a stall of
-less than 5 ms, and a tenth of what dcp.async_save exposes.
+Stall is how long the call took and what the optimizer's step then waited. Exposed is that and what the
+steps until the save was durable took longer than those before it ("slowdown" is the difference). Goals: a
+stall of less than 5 ms, and a tenth of what dcp.async_save exposes.
 
-State is scaled down to what fits: into the GPU, into memory, and onto the disk in the time that there is. Where
-/dev/shm holds more of it than the disk takes, files go there; the first figure says how much it was, and where.
-About 65 s on one H200.
+State is scaled down to what fits: into the GPU, into memory, and onto the disk in the time that there is.
+Where /dev/shm holds more of it than the disk takes, files go there; the first figure says how much it was,
+and where. About 65 s on one H200.
 """
 
 import os
@@ -73,10 +73,12 @@ def main() -> int:
         figures = [Figure(f"state, {place.why}", place.nbytes / GB, "GB")]
         for name in WAYS:
             longest = max((sample["seconds"] for sample in taken.values()), default=0.0)
-            if left_out := budget.refuses(longest, name, "ms"):
-                figures += left_out
-                continue
-            taken[name] = measure(setting, name, Path(folder))
+
+            def one(name: str = name) -> list[Figure]:
+                taken[name] = measure(setting, name, Path(folder))
+                return []
+
+            figures += budget.attempt(longest, name, "ms", one)
     return finish([*figures, *figures_of(taken), *staging_rate(taken, device)], args)
 
 
@@ -169,10 +171,8 @@ def choose(folder: Path, wanted: int, device: torch.device, seconds: float) -> P
     if SHM.is_dir() and os.access(SHM, os.W_OK):
         shm = min(wanted, int(shutil.disk_usage(SHM).free / 2.5), available_memory() // 5)
     if shm > disk:
-        return Place(
-            SHM, shm, f"in {SHM}: the disk writes {rate / GB:.2f} GB/s, in this time {disk / GB:.1f} GB"
-        )
-    return Place(folder, disk, said)
+        return Place(SHM, shm, f"in {SHM}, for the disk writes {rate / GB:.2f} GB/s")
+    return Place(folder, disk, f"on a disk that writes {rate / GB:.2f} GB/s")
 
 
 def write_rate(folder: Path, nbytes: int = 2**28) -> float:

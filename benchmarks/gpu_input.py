@@ -3,16 +3,16 @@
     python benchmarks/gpu_input.py [--quick] [--json PATH] [--device cuda] [--budget SECONDS]
 
 A step of 20 ms of matrix products takes a batch of 256 photographs of 224 x 224, 39 MB of random bytes that
-are in host memory already, and normalises them to bf16 on the device. Only how they come there differs: copied
-in the loop from pageable or from page-locked memory, by DataLoader's workers and its pinning thread, by a
-prefetcher like timm's over that (the next batch is copied and normalised on a side stream while the loop
-has the one before), or by DeviceLoader. Every batch's sum is compared with that of the same batch made before: a
-copy that came too late or too early ends the run. A peer that fails is reported with its error.
+are in host memory already, and normalises them to bf16 on the device. Only how they come there differs:
+copied in the loop from pageable or from page-locked memory, by DataLoader's workers and its pinning thread,
+by a prefetcher like timm's over that (the next batch is copied and normalised on a side stream while the
+loop has the one before), or by DeviceLoader. Every batch's sum is compared with that of the same batch made
+before: a copy that came too late or too early ends the run. A peer that fails is reported with its error.
 
 "exposed" is how long the loop's stream had nothing of the step to do: from one step's last kernel to the
 moment at which the stream has the next batch, by two CUDA events a step; medians. A step's time is the mean
-over a run, beside the same steps over batches that stay on the device. The goal is 1 % of the step for both.
-It takes about 40 s.
+over a run, beside the same steps over batches that stay on the device. The goal is 1 % of the step for
+both. It takes about 40 s.
 """
 
 import sys

@@ -40,19 +40,22 @@ def measure(names: list[str], quick: bool, device: torch.device, budget: Budget)
     ]
     longest = 0.0
     for turn, name, d in sizes(names, quick):
-        title = f"{name} {ELEMENTS // d:,} x {d:,}"
-        if left_out := budget.refuses(longest, title, "us"):
-            figures += left_out
-            continue
-        began = time.monotonic()
-        case = CASES[name](ELEMENTS // d, d, torch.bfloat16, device)
-        if turn == 0:  # it compiles for each width anew, for seconds
-            case.peers["torch.compile"] = torch.compile(case.peers["torch"], dynamic=False)
-        figures += case_figures(title, case, device, rounds, copy)
-        del case
+        title, began = f"{name} {ELEMENTS // d:,} x {d:,}", time.monotonic()
+        one = partial(size_figures, title, name, d, turn == 0, device, rounds, copy)
+        figures += budget.attempt(longest, title, "us", one)
         torch.cuda.empty_cache()
         longest = max(longest, time.monotonic() - began)
     return figures
+
+
+def size_figures(
+    title: str, name: str, d: int, first: bool, device: torch.device, rounds: int, copy: float
+) -> list[Figure]:
+    """One kernel at one width; beside torch.compile at the first, for it compiles each anew, for seconds."""
+    case = CASES[name](ELEMENTS // d, d, torch.bfloat16, device)
+    if first:
+        case.peers["torch.compile"] = torch.compile(case.peers["torch"], dynamic=False)
+    return case_figures(title, case, device, rounds, copy)
 
 
 def sizes(names: list[str], quick: bool) -> list[tuple[int, str, int]]:

@@ -11,6 +11,7 @@ once; and the memory that linear_cross_entropy takes. What is not installed is r
 
 import os
 import sys
+from functools import partial
 
 from budget import Budget, add_budget
 from harness import finish, parser
@@ -51,7 +52,7 @@ def main() -> int:
 
         figures = measure_speed(names, args.quick, device, budget)
     if HEAD in wanted:
-        figures += budget.refuses(HEAD_S, HEAD, "MiB") or head_figures(args.quick, device)
+        figures += budget.attempt(HEAD_S, HEAD, "MiB", partial(head_figures, args.quick, device))
     return finish(figures, args)
 
 

@@ -12,6 +12,7 @@ over its time. On the CPU: fp32 beside torch's fused kernel, in turns; the other
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,28 +77,31 @@ def main() -> int:
 
 def on_cpu(quick: bool, budget: Budget) -> list[Figure]:
     figures = []
-    cpu, rounds = torch.device("cpu"), 6 if quick else 40
     side = 500 if quick else 1500
     sets = {"4 large": [(side, side)] * 4, "1,000 small": [(100,)] * 1000}
     for name, shapes in sets.items():
-        if left_out := budget.refuses(SET_S, f"fp32, {name}", "ms"):
-            figures += left_out
-            continue
-        took = alternate(against_torch(Model(shapes, 1, cpu), ["fused"]), rounds=rounds)
-        figures.append(time_figure(f"fp32, {name}", took["ours"], took["fused"], ratio_limit=GOAL_CPU))
-        clipping = against_torch(Model(shapes, 1, cpu), ["fused"], max_norm=1e-3)
-        took = alternate(clipping, rounds=rounds)
-        figures.append(
-            time_figure(f"fp32 and clipping, {name}", took["ours"], took["fused"], ratio_limit=GOAL_CPU)
-        )
-    for form, (dtype, options, _) in FORMS.items():
-        if left_out := budget.refuses(FORM_S, form, "ms"):
-            figures += left_out
-            continue
-        optimizer = AdamW(Model([(side, side)], 1, cpu, dtype).params, **options)
-        took = alternate({"ours": optimizer.step}, rounds=2 if quick else 5)
-        figures.append(time_figure(f"{form}, 1 large", took["ours"]))
+        one = partial(beside_fused, name, shapes, 6 if quick else 40)
+        figures += budget.attempt(SET_S, f"fp32, {name}", "ms", one)
+    for form in FORMS:
+        one = partial(form_on_cpu, form, side, 2 if quick else 5)
+        figures += budget.attempt(FORM_S, form, "ms", one)
     return figures
+
+
+def beside_fused(name: str, shapes: list[tuple[int, ...]], rounds: int) -> list[Figure]:
+    """Ours and torch's fused kernel for CPUs, without and with clipping."""
+    figures = []
+    for title, max_norm in ((f"fp32, {name}", None), (f"fp32 and clipping, {name}", 1e-3)):
+        variants = against_torch(Model(shapes, 1, torch.device("cpu")), ["fused"], max_norm=max_norm)
+        took = alternate(variants, rounds=rounds)
+        figures.append(time_figure(title, took["ours"], took["fused"], ratio_limit=GOAL_CPU))
+    return figures
+
+
+def form_on_cpu(form: str, side: int, rounds: int) -> list[Figure]:
+    dtype, options, _ = FORMS[form]
+    optimizer = AdamW(Model([(side, side)], 1, torch.device("cpu"), dtype).params, **options)
+    return [time_figure(f"{form}, 1 large", alternate({"ours": optimizer.step}, rounds=rounds)["ours"])]
 
 
 def on_gpu(device: torch.device, quick: bool, budget: Budget) -> list[Figure]:
@@ -109,25 +113,23 @@ def on_gpu(device: torch.device, quick: bool, budget: Budget) -> list[Figure]:
         "7B layers": (layers_of_7b(size), 2),
         "5,000 small in 200 groups": ([(size // 5000,)] * 5000, 200),
     }
-    figures = []
+    figures, rounds = [], 5 if quick else 20
     for name, (shapes, groups) in sets.items():
-        if left_out := budget.refuses(SET_S, name, "ms"):
-            figures += left_out
-            continue
-        figures += beside_torch(name, shapes, groups, device, 5 if quick else 20)
-    for form, (dtype, options, nbytes) in FORMS.items():
-        if left_out := budget.refuses(FORM_S, form, "ms"):
-            figures += left_out
-            continue
-        model = Model(layers_of_7b(size), 2, device, dtype)
-        took = in_turns({"ours": AdamW(model.grouped(), **options).step}, model, 5 if quick else 20)
-        figures += [
-            time_figure(f"{form}, ms", took["ours"]),
-            share(f"{form}, share of copy bandwidth", took, model.size, nbytes),
-        ]
-        del model
+        one = partial(beside_torch, name, shapes, groups, device, rounds)
+        figures += budget.attempt(SET_S, name, "ms", one)
+        torch.cuda.empty_cache()
+    for form in FORMS:
+        figures += budget.attempt(FORM_S, form, "ms", partial(form_on_gpu, form, size, device, rounds))
         torch.cuda.empty_cache()
     return figures
+
+
+def form_on_gpu(form: str, size: int, device: torch.device, rounds: int) -> list[Figure]:
+    dtype, options, nbytes = FORMS[form]
+    model = Model(layers_of_7b(size), 2, device, dtype)
+    took = in_turns({"ours": AdamW(model.grouped(), **options).step}, model, rounds)
+    named = f"{form}, share of copy bandwidth"
+    return [time_figure(f"{form}, ms", took["ours"]), share(named, took, model.size, nbytes)]
 
 
 def beside_torch(
@@ -149,8 +151,6 @@ def beside_torch(
         clipped,
         share(f"{name} with clipping, share of copy bandwidth", took, model.size, FP32_BYTES + 4),
     ]
-    del model
-    torch.cuda.empty_cache()
     return figures
 
 

@@ -1,7 +1,7 @@
 """Real images that come with scikit-learn: 1,797 handwritten digits, as JPEG files in a folder per class."""
 
-import os
-import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -35,17 +35,16 @@ def write_jpegs(folder: Path) -> None:
 
     if folder.exists():
         return
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-    for name, (images, labels) in zip(("train", "held_out"), split(), strict=True):
-        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-            path = unfinished / name / str(label) / f"{number:04}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            grey = Image.fromarray((image * 255 / 16).round().astype(np.uint8))
-            grey.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(path, quality=95)
-    try:
-        unfinished.rename(folder)
-    except OSError:  # another run was faster
-        shutil.rmtree(unfinished)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unfinished-") as unfinished:
+        for name, (images, labels) in zip(("train", "held_out"), split(), strict=True):
+            for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+                path = Path(unfinished, folder.name, name, str(label), f"{number:04}.jpg")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                grey = Image.fromarray((image * 255 / 16).round().astype(np.uint8))
+                grey.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(path, quality=95)
+        with suppress(FileExistsError):  # another run was faster: its images are the same
+            Path(unfinished, folder.name).rename(folder)
 
 
 def nearest_neighbour() -> float:

@@ -47,13 +47,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=positive, default=128, help="of a new model, a multiple of 8 (128)")
     parser.add_argument("--layers", type=positive, default=4, help="of a new model (4)")
     parser.add_argument("--window", type=positive, default=128, help="tokens a window (128)")
-    parser.add_argument("--megabytes", type=positive, default=4, help="of text (4)")
+    parser.add_argument("--megabytes", type=float, default=4.0, help="of text (4)")
     parser.add_argument("--data", type=Path, default=Path("runs/tokens"), help="the tokens (runs/tokens)")
     args = checked(parser)
     if args.width % 8:
         parser.error(f"--width {args.width}: give a multiple of 8, for four heads of even width")
     if args.vocab < 257:
         parser.error(f"--vocab {args.vocab}: give at least 257, for each byte and the end of a document")
+    if args.megabytes <= 0:
+        parser.error(f"--megabytes {args.megabytes:g}: give more than 0")
     vocabulary = f"{args.vocab}"
     if args.pretrained:
         for name in ("config.json", "tokenizer.json"):
@@ -61,7 +63,7 @@ def arguments() -> argparse.Namespace:
                 parser.error(f"--pretrained {args.pretrained}: there is no {name} in it")
         vocabulary = f"{zlib.crc32((args.pretrained / 'tokenizer.json').read_bytes()):08x}"
     args.data /= (
-        f"{vocabulary}-{args.megabytes}MB"  # tokens of another tokenizer, or of more text, are others
+        f"{vocabulary}-{args.megabytes:g}MB"  # tokens of another tokenizer, or of more text, are others
     )
     world = os.environ.get("WORLD_SIZE", "1")
     kind = ["from", args.pretrained.name] if args.pretrained else []
@@ -166,7 +168,7 @@ def new_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
         num_hidden_layers=args.layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=args.window,
+        max_position_embeddings=max(args.window, 128),  # room for what is generated below
         tie_word_embeddings=True,
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,7 +1,9 @@
 """From text to token shards with a tokenizer of its own: written once, each of them whole or not at all."""
 
+import itertools
 import os
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,14 +17,21 @@ END = "<|end|>"
 """Stands after each document."""
 
 
-def documents(megabytes: int) -> tuple[list[str], list[str]]:
-    """Files of the Python standard library, to train on and held out, about so many megabytes of them."""
-    train, held_out = (
-        sorted((text.decode(errors="replace") for text in part), key=len) for part in sources()
-    )
-    whole = sum(map(len, train)) / 1e6
-    every = max(1, round(whole / megabytes))  # of all lengths
-    return train[::every], held_out[::every]
+def documents(megabytes: float) -> tuple[list[str], list[str]]:
+    """Files of the Python standard library: so many megabytes to train on, and a tenth of it held out."""
+    train, held_out = sources()
+    return some(train, megabytes * 1e6), some(held_out, megabytes * 1e5)
+
+
+def some(files: list[bytes], nbytes: float) -> list[str]:
+    """Files until there are so many bytes, at least one, in an order that is random and always the same."""
+    ordered = sorted(files, key=zlib.crc32)
+    ends = itertools.accumulate(map(len, ordered))
+    return [
+        file.decode(errors="replace")
+        for file, end in zip(ordered, ends, strict=True)
+        if end - len(file) < nbytes
+    ]
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
@@ -40,12 +49,14 @@ def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=END)
 
 
-def prepare(folder: Path, megabytes: int, tokenizer: Callable[[list[str]], PreTrainedTokenizerFast]) -> None:
+def prepare(
+    folder: Path, megabytes: float, tokenizer: Callable[[list[str]], PreTrainedTokenizerFast]
+) -> None:
     """Write folder/tokenizer, folder/train and folder/held_out, whichever of them is not there.
 
     Args:
         folder: Where to.
-        megabytes: How much text.
+        megabytes: Of text to train on.
         tokenizer: Makes one from the texts to train on, or loads one.
     """
     if (folder / "held_out").exists():  # the last to be written

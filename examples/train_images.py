@@ -20,7 +20,7 @@ import digits
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from options import checked, common, run_folder
+from options import checked, common, positive, run_folder
 from resnet import ResNet
 from rich.console import Console
 
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
         "Train a small ResNet on handwritten digits.", steps=420, batch=64, lr=5e-3, save_every=50
     )
     parser.add_argument("--data", type=Path, default=Path("runs/digits"), help="the images (runs/digits)")
-    parser.add_argument("--width", type=int, default=16, help="channels of the first layer (16)")
+    parser.add_argument("--width", type=positive, default=16, help="channels of the first layer (16)")
     args = checked(parser)
     world = os.environ.get("WORLD_SIZE", "1")
     args.out = args.out or run_folder("images", world if world != "1" else None)

@@ -159,13 +159,14 @@ class FakeCuda:
 
 
 class FakeStream:
-    """torch.cuda.Stream: an actor with a clock."""
+    """torch.cuda.Stream: an actor with a clock, and the time up to which it is busy (`torch.cuda._sleep`)."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, machine: FakeCuda | None = None) -> None:
         self.machine = machine or FakeCuda.current
         self.device = CUDA
         self.name = f"stream {len(self.machine.streams)}"
         self.clock: Clock = {self.name: 0}
+        self.busy_until = 0.0
         self.machine.streams[self.name] = self  # as in CUDA, where streams come from a pool and stay
 
     def launch(self) -> Clock:
@@ -174,16 +175,19 @@ class FakeStream:
         with self.machine.lock:
             join(self.clock, self.machine.host)
             self.clock[self.name] += 1
+            self.busy_until = max(self.busy_until, time.perf_counter() * 1e3)
             return self.clock
 
     def wait_event(self, event: "FakeEvent") -> None:
         self.launch()
         if event.clock is not None:
             join(self.clock, event.clock)
+            self.busy_until = max(self.busy_until, event.at)
 
     def wait_stream(self, other: "FakeStream") -> None:
         self.launch()
         join(self.clock, other.clock)
+        self.busy_until = max(self.busy_until, other.busy_until)
 
     def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
         event = event or FakeEvent()
@@ -211,7 +215,7 @@ class FakeEvent:
     def record(self, stream: FakeStream | None = None) -> None:
         stream = stream or self.machine.stream
         self.clock = dict(stream.launch())
-        self.at, self.patience = time.perf_counter() * 1e3, self.machine.patience()
+        self.at, self.patience = stream.busy_until, self.machine.patience()
 
     def wait(self, stream: FakeStream | None = None) -> None:
         (stream or self.machine.stream).wait_event(self)
@@ -415,6 +419,11 @@ def fake_cuda(seed: int | None = None) -> Iterator[FakeCuda]:
         machine.pinned[pointer] = nbytes
         return 0
 
+    def sleep(cycles: int) -> None:
+        """Work of so many cycles at a GHz: it takes no time here, but events come later."""
+        machine.stream.launch()
+        machine.stream.busy_until += cycles / 1e6
+
     def unregister(pointer: int) -> int:
         """The memory goes back to the system, which may hand it out at once: as if the host wrote it."""
         del machine.pinned[pointer]
@@ -447,7 +456,7 @@ def fake_cuda(seed: int | None = None) -> Iterator[FakeCuda]:
         "reset_peak_memory_stats": lambda device=None: None,
         "get_device_name": lambda device=None: "NVIDIA A100-SXM4-80GB",
         "get_device_capability": lambda device=None: (8, 0),
-        "_sleep": lambda cycles: None,
+        "_sleep": sleep,
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(machine.threads.followed())

@@ -1,8 +1,8 @@
 """The host's threads under the recorder: each knows what it has waited for itself, and what it was told.
 
 Threads tell each other through what the sources use: work given to a lane, a ticket that is settled, a buffer
-given back to its ring, an Event that is set, a thread's start and end. Where none of these lies between, one
-thread's wait does not stand in for another's, however the two happen to run.
+given back to its ring, a staging that is over, an Event that is set, a thread's start and end. Where none of
+these lies between, one thread's wait does not stand in for another's, however the two happen to run.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from overlapkit.checkpoint.stage import Stager
 from overlapkit.lane import Lane, Ticket
 from overlapkit.pinned import PinnedBuffer, PinnedRing
 
@@ -61,6 +62,7 @@ class HostThreads:
                 (Ticket, {"_settle": self._before, "_result": self._settled, "done": self._if_true}),
                 (PinnedBuffer, {"give_back": self._before}),
                 (PinnedRing, {"take": self._taken}),
+                (Stager, {"release": self._before, "before_step": self._heard_first}),
                 (threading.Event, {"set": self._before, "wait": self._if_true, "is_set": self._if_true}),
                 (threading.Thread, {"start": self._start, "join": self._ended}),
             ):
@@ -94,6 +96,13 @@ class HostThreads:
             if found := plain(it, *args, **options):
                 self.hear(it.__dict__.get("_told"))
             return found
+
+        return call
+
+    def _heard_first(self, plain: Any) -> Any:
+        def call(it: Any, *args: Any, **options: Any) -> Any:
+            self.hear(it.__dict__.get("_told"))
+            return plain(it, *args, **options)
 
         return call
 

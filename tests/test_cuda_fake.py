@@ -164,6 +164,20 @@ def test_an_event_that_nobody_has_asked_for_cannot_be_timed() -> None:
         assert start.elapsed_time(end) >= 0
 
 
+def test_time_passes_on_each_stream_by_itself_and_across_a_wait() -> None:
+    with fake_cuda():
+        streams = torch.cuda.current_stream(), torch.cuda.Stream()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        for event, stream, seconds in zip(marks, 2 * streams, (0, 500, 3000, 1000), strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(seconds * 1_000_000_000)
+                event.record()
+        streams[1].wait_stream(streams[0])
+        marks.append(streams[1].record_event(torch.cuda.Event(enable_timing=True)))
+        torch.cuda.synchronize()
+        assert [round(marks[0].elapsed_time(mark), -5) / 1e3 for mark in marks] == [0, 500, 3000, 1500, 3000]
+
+
 def test_nothing_is_left_patched() -> None:
     def patched() -> tuple[object, ...]:
         told = Ticket.done, Ticket._settle, Lane.submit, threading.Thread.start, threading.Event.set

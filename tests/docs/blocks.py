@@ -1,7 +1,7 @@
 """The code blocks of the Markdown pages, cut into chains: blocks that run one after the other in one process.
 
 A page is one chain. `<!-- run: anew -->` before a block begins another one, in a process that has nothing of
-what earlier blocks made; `<!-- run: ranks=2 -->` does so, too, on as many ranks of a process group. Each chain
+what earlier blocks made; `<!-- run: ranks=2 -->` does so, too, on as many ranks of a process group. A chain
 has an empty folder of its own.
 """
 

@@ -31,15 +31,20 @@ def run_lines(text: str) -> None:
     """Run a block's lines in the present folder."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        if words and not any(line.startswith(beginning) for beginning in NOT_RUN):
-            _run(words, only_options=any(line.startswith(beginning) for beginning in OPTIONS_ONLY))
+        status = 0
+        if words[-5:-1] == ["||", "test", "$?", "="]:  # a line that says which exit status it has
+            words, status = words[:-5], int(words[-1])
+        if not words or any(line.startswith(beginning) for beginning in NOT_RUN):
+            continue
+        if any(line.startswith(beginning) for beginning in OPTIONS_ONLY):
+            _knows_options(words)
+        else:
+            _run(words, status)
 
 
-def _run(words: list[str], only_options: bool) -> None:
-    if only_options:
-        _knows_options(words)
-    elif words[0] == "overlapkit":
-        _command_line(words)
+def _run(words: list[str], status: int) -> None:
+    if words[0] == "overlapkit":
+        _command_line(words, status)
     elif words[0] == "make":  # what takes minutes: that there is such a target, and what it would run
         _succeeds(["make", "--dry-run", *words[1:]], ROOT)
     elif words[0] == "python":
@@ -59,7 +64,7 @@ def _knows_options(words: list[str]) -> None:
     assert given <= known, f"{shlex.join(words)}: no such option: {sorted(given - known)}"
 
 
-def _command_line(words: list[str]) -> None:
+def _command_line(words: list[str], status: int) -> None:
     """`overlapkit ...` in this process, which has torch already; `> FILE` at the end is the shell's."""
     with contextlib.ExitStack() as stack:
         if ">" in words:
@@ -68,9 +73,9 @@ def _command_line(words: list[str]) -> None:
         sys.argv = words
         try:
             cli.main()
-        except SystemExit as end:  # doctor's 1: something is weak on this machine
-            if end.code and words[1] != "doctor":
-                raise AssertionError(f"{shlex.join(words)}: exit status {end.code}") from end
+        except SystemExit as end:
+            if (end.code or 0) != status:
+                raise AssertionError(f"{shlex.join(words)}: exit status {end.code}, not {status}") from end
 
 
 def _succeeds(words: list[str], folder: Path) -> str:

@@ -6,6 +6,7 @@ import io
 import os
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def _rank(rank: int, chain: Chain, folder: Path) -> str:
             if block.kind in RUN and (block.page, block.text.splitlines()[0]) not in NOT_RUN:
                 _run(block, names)
         for value in list(names.values()):  # threads end before the process does
-            if callable(getattr(value, "close", None)) and not isinstance(value, type):
+            if callable(getattr(value, "close", None)) and not isinstance(value, type | ModuleType):
                 value.close()
     return printed.getvalue()
 

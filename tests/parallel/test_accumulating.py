@@ -507,8 +507,9 @@ def test_with_a_scaler_and_a_clipping_optimizer():
 
 
 @pytest.mark.parametrize("on_the_gpu", [False, True])
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_on_a_gpu_the_host_waits_for_nothing_until_it_checks(
-    on_the_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    on_the_gpu: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Rank 0 of 2, with 3 and 1 of 10 tokens: every access is ordered, and nobody waits for the device."""
 
@@ -534,7 +535,7 @@ def test_on_a_gpu_the_host_waits_for_nothing_until_it_checks(
     weights._beside.cache_clear()
     kept, host = [], weights._host  # the allocator of page-locked memory does not reuse it too early
     monkeypatch.setattr(weights, "_host", lambda *args: kept.append(host(*args)) or kept[-1])
-    with fake_cuda() as machine:
+    with fake_cuda(seed) as machine:
         tokens = [on_device(torch.tensor(3)), on_device(torch.tensor(1))] if on_the_gpu else [3, 1]
         parts = SimpleNamespace(groups=[object()], divisor=2.0, device=torch.device("cuda", 0))
         roll = SimpleNamespace(naming=lambda what: nullcontext())

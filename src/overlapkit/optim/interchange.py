@@ -69,8 +69,8 @@ def load(param: Tensor, form: Form, state: dict[str, Any], saved: dict[str, Any]
     step = saved.get("step")
     if step is None:  # a step counted from 0 again would make the next updates far too large
         raise ValueError(
-            f"state_dict has no 'step' for a parameter of shape {tuple(param.shape)}, nor has its group: it is "
-            "not that of an AdamW"
+            f"state_dict has no 'step' for a parameter of shape {tuple(param.shape)}, nor has its group: it "
+            "is not that of an AdamW"
         )
     state["step"].copy_(step.reshape(()) if isinstance(step, Tensor) else torch.tensor(float(step)))
     if form.moments == INT8:
