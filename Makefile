@@ -5,6 +5,7 @@
 #   make bench-input     make bench-checkpoint    make bench-kernels    make bench-comm (as root)
 #   make bench-explain   make bench-optim         make bench-plan (as root)
 #   make bench-meter     make bench-faults
+#   make check-package   make release-notes VERSION=0.1.0
 #   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
 # Tests run in two processes: many of them wait, for ranks that start or for what is late on purpose.
 
@@ -12,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check bench bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan install clean
+.PHONY: demo test check check-package release-notes bench bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -26,6 +27,13 @@ check: install
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy src
+
+# With a network: every extra resolves, and the wheel works in an empty environment outside of the checkout.
+check-package: install
+	.ci/check-package
+
+release-notes: # of the version in src/overlapkit/__init__.py, or of VERSION=
+	@$(PYTHON) .ci/release_notes.py $(VERSION)
 
 bench: install
 	$(RUN) benchmarks/step.py $(ARGS)
