@@ -17,18 +17,20 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${PYTHON:-python}
 port=${PORT:-$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')}
 
-agent() { # NAME IS_HOST [ARGUMENTS...]: in a process group of its own, to be killed with its rank
-    set -m
+agent() { # NAME IS_HOST [ARGUMENTS...]
     "$python" -m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 \
         --rdzv-backend c10d --rdzv-endpoint "127.0.0.1:$port" --rdzv-id elastic \
         --rdzv-conf "is_host=$2,last_call_timeout=10,keep_alive_interval=1,read_timeout=300" \
         --local-addr 127.0.0.1 --monitor-interval 0.5 \
         "$here/torchtitan_storage.py" --out "$out/checkpoints" "${@:3}" >"$out/$1.log" 2>&1 &
-    set +m
+}
+
+with_rank() { # AGENT: its process id, and its rank's, which is in a session of its own
+    echo "$1" "$(cat "/proc/$1/task/$1/children" 2>/dev/null)"
 }
 
 both_train() { # and there is something to go on from
-    grep -q 'training on 2 rank' "$out/first.log" "$out/second.log" &&
+    grep -qs 'training on 2 rank' "$out/first.log" "$out/second.log" &&
         [ -n "$(find "$out/checkpoints" -maxdepth 1 -name 'step-*' 2>/dev/null)" ]
 }
 
@@ -36,7 +38,8 @@ agent first true "$@" # serves the rendezvous: it is the one that stays
 first=$!
 agent second false "$@"
 second=$!
-trap 'kill -KILL -- "-$first" "-$second" 2>/dev/null || true' EXIT
+# shellcheck disable=SC2046  # several ids
+trap 'kill -KILL $(with_rank "$first") $(with_rank "$second") 2>/dev/null || true' EXIT
 
 tries=1500
 until both_train || [ "$((tries -= 1))" -eq 0 ] || ! kill -0 "$first" 2>/dev/null; do sleep 0.2; done
@@ -44,7 +47,8 @@ if ! both_train || ! kill -0 "$first" "$second" 2>/dev/null; then
     echo "no checkpoint came while both trained: see $out/first.log and $out/second.log" >&2
     exit 1
 fi
-kill -KILL -- "-$second"
+# shellcheck disable=SC2046
+kill -KILL $(with_rank "$second")
 echo "killed one of two ranks"
 
 status=0

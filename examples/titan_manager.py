@@ -34,7 +34,9 @@ class SafetensorsManager(CheckpointManager):
     ) -> Future | None:
         """With our writer; a thread of this process writes, so async_mode is "disabled" or "async"."""
         if to_hf or async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            raise ValueError(f"async_mode={async_mode!r}, to_hf={to_hf}: give 'disabled' or 'async', and no HF")
+            raise ValueError(
+                f"async_mode={async_mode!r}, to_hf={to_hf}: give 'disabled' or 'async', and no HF"
+            )
         ours: dict[str, Any] = {
             "checkpoint_id": checkpoint_id,
             "storage_writer": SafetensorsWriter(),
@@ -61,7 +63,7 @@ class SafetensorsManager(CheckpointManager):
 def titan(
     args: Any, model: torch.nn.Module, loader: ok.DeviceLoader, reached: Any
 ) -> tuple[Any, Any, SafetensorsManager]:
-    """torchtitan's containers around our optimizer, and its manager."""
+    """Torchtitan's containers around our optimizer, and its manager."""
     settings = {"lr": 3e-3, "weight_decay": 0.1, "max_norm": 1.0}
     opt = OptimizersContainer([model], ok.AdamW, settings)
     sched = LRSchedulersContainer(opt, lambda step: 1 - step / (args.steps + 1))

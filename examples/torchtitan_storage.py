@@ -128,7 +128,9 @@ class Manager:
 def main() -> None:
     """One training run."""
     args = task.arguments(__doc__.splitlines()[0])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() else "cpu", int(os.environ.get("LOCAL_RANK", 0))
+    )
     if "RANK" in os.environ:
         # both: dcp.async_save reports over the CPU's group
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
