@@ -5,6 +5,7 @@
 #   make bench-input     make bench-checkpoint    make bench-kernels    make bench-comm (as root)
 #   make bench-explain   make bench-optim         make bench-plan (as root)
 #   make bench-meter     make bench-faults
+#   make mutate: takes each wait out of the sources in turn, and sees a test fail (docs/testing.md)
 #   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
 # Tests run in two processes: many of them wait, for ranks that start or for what is late on purpose.
 
@@ -12,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test check bench bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan install clean
+.PHONY: demo test check bench bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan mutate install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -21,6 +22,10 @@ demo: install
 test: export OMP_NUM_THREADS ?= 1
 test: install
 	$(RUN) -m pytest -n 2 --dist worksteal --durations=15 $(ARGS)
+
+mutate: export OMP_NUM_THREADS ?= 1
+mutate: install
+	PYTHONPATH=src $(RUN) -m tests.mutation $(ARGS)
 
 check: install
 	$(RUN) -m ruff check .
