@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from overlapkit.input import DeviceLoader, ElasticSampler
 from overlapkit.input.order import permute
@@ -319,3 +319,28 @@ def test_the_next_epoch_of_other_sources() -> None:
     other.set_epoch(5)
     assert other.next_epoch == 5
     assert len(list(other)) == 3
+
+
+def sampled(kind: Any) -> tuple[DataLoader[Any], Any]:
+    """A DataLoader and what knows its epoch."""
+    sampler = kind(Numbers(12), 1, 0)
+    return DataLoader(Numbers(12), 2, sampler=sampler), sampler
+
+
+@pytest.mark.parametrize("kind", [ElasticSampler, DistributedSampler])
+@pytest.mark.parametrize("taken", [0, 6])
+def test_an_epoch_that_is_set_between_iter_and_the_first_batch_counts(kind: Any, taken: int) -> None:
+    """As in a DataLoader, which draws its order with the first batch; Lightning's loop does it so."""
+    plainly, sampler = sampled(kind)
+    batches = iter(plainly)
+    sampler.set_epoch(1)
+    truth = list(map(plain, batches))
+    loader = DeviceLoader(sampled(kind)[0], "cpu")
+    list(zip(range(taken), loader, strict=False))
+    state = loader.state_dict()
+    loader = DeviceLoader(sampled(kind)[0], "cpu")
+    loader.load_state_dict(state)
+    batches = iter(loader)
+    loader.sampler.set_epoch(1)
+    assert list(map(plain, batches)) == truth
+    assert loader.state_dict()["epoch"] == 1

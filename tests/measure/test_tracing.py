@@ -284,6 +284,7 @@ def test_what_the_meter_measured_is_not_found_again_in_a_trace(tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_traced():
+    pytest.importorskip("msgspec")  # benchmarks/gpu.py runs in a bare checkout
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     meter = StepMeter(model, optimizer, trace_every=4)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.mutation.points import Point, without
 
 PACKAGE = Path("src/overlapkit")
-_LEFT = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "runs", "build", "dist")
+_LEFT = (".?*", "__pycache__", "runs", "build", "dist")  # environments, caches and the like
 
 _SEEN = """
 import os

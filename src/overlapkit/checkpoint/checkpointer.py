@@ -6,6 +6,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from torch.optim import Optimizer
+
 from overlapkit.checkpoint.at_exit import close_at_exit
 from overlapkit.checkpoint.auto import schedule
 from overlapkit.checkpoint.collector import collector_paused
@@ -13,7 +15,7 @@ from overlapkit.checkpoint.commit import RunLock
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Run
-from overlapkit.checkpoint.layout import check_state
+from overlapkit.checkpoint.layout import check_state, without_wrappers
 from overlapkit.checkpoint.opening import (
     check_best,
     check_metrics,
@@ -181,6 +183,7 @@ class Checkpointer(Shelf, Preemptible):
         self._calls += 1  # the number of a save: every rank makes the same calls
         step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
         check_state(state)
+        state = without_wrappers(state)
         leaving = self._preemption is not None and self._preemption.is_now(self._calls)
         if not self._every.enter(self._calls, step) and not leaving:
             self._unfinished.surface()
@@ -234,10 +237,12 @@ class Checkpointer(Shelf, Preemptible):
         check_which(step, self._best)
         self._unfinished.settle()
         self._planner.forget()
+        inner = without_wrappers(state)
         with collector_paused():
-            restored = self._restorer.restore(state, step, only, strict)
+            restored = self._restorer.restore(inner, step, only, strict)
             if only is None:
-                self._saver.prewarm(state, beside=False)
+                self._saver.prewarm(inner, beside=False)
+        state.update({key: value for key, value in inner.items() if not isinstance(value, Optimizer)})
         if self._restorer.read_all:
             self._deletion.read_whole(restored)
         return restored

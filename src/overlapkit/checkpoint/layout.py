@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from overlapkit.checkpoint.box import is_dtensor, is_first_replica, local_part
 from overlapkit.checkpoint.codec import Constant, encode, join, root
 from overlapkit.checkpoint.pieces import DTYPES, Inventory, Piece, Slot
+from overlapkit.optimizer_step import with_hooks
 
 
 def kind_of(value: object) -> str:
@@ -51,6 +52,16 @@ def unwrap(module: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return module
         module = inner
+
+
+def without_wrappers(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with optimizers themselves in place of wrappers without hooks; the same dict without any."""
+    inner = {
+        key: with_hooks(value, f"state[{key!r}]")
+        for key, value in state.items()
+        if isinstance(value, Optimizer)
+    }
+    return state if all(state[key] is value for key, value in inner.items()) else {**state, **inner}
 
 
 def plain_name(name: str) -> str:

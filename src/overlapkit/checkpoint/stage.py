@@ -14,6 +14,7 @@ from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.fileplan import FilePlan, Views
 from overlapkit.checkpoint.planner import Share
 from overlapkit.lane import Lane, Ticket
+from overlapkit.optimizer_step import at_update, closure_comes_first
 from overlapkit.pinned import PinnedBuffer, PinnedRing
 from overlapkit.span import SpanLog
 
@@ -135,7 +136,8 @@ class Stager:
 
     Invariants:
         * What is not late is copied (CUDA: queued on the caller's stream) before `stage` returns.
-        * What is late is copied before a hooked optimizer's next step begins.
+        * What is late is copied before a hooked optimizer's next step changes anything: before the step, or
+          after the closure that runs forward and backward in it.
         * A buffer is filled again only after its save has released it.
         * Memory held: the state's bytes x in_flight.
 
@@ -288,12 +290,16 @@ def _late_copy(
     return copy
 
 
-def _pre_hook(stager: "weakref.ref[Stager]") -> Callable[..., None]:
+def _pre_hook(stager: "weakref.ref[Stager]") -> Callable[..., Any]:
     """A step pre-hook that does not keep a forgotten checkpointer alive."""
 
-    def order_after_staging(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (alive := stager()) is not None:
-            alive.before_step()
+    def order_after_staging(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if (alive := stager()) is None:
+            return None
+        if closure_comes_first(optimizer):
+            return at_update(args, kwargs, alive.before_step)
+        alive.before_step()
+        return None
 
     # What torch.compiler.disable sets, without importing the compiler: a compiled step() breaks here.
     order_after_staging._torchdynamo_disable = True  # type: ignore[attr-defined]

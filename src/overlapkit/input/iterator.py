@@ -120,8 +120,12 @@ class BatchIterator:
 
     def _settle(self, first: Outcome) -> None:
         """Find out which pass this is and how it goes on, before its first batch is handed over."""
-        if self._resumed and self.position.epoch != self._epoch and not isinstance(first, Failed):
-            if isinstance(first, Pulled):
+        begun_in = self._epoch
+        if self._feed.source.kind in ("map", "elastic"):  # set since iter(), it counts, as in a DataLoader
+            self._epoch = self._feed.epoch  # other sources move on by themselves, as they read ahead
+        left = self.position.epoch if self._resumed else begun_in
+        if left != self._epoch and not isinstance(first, Failed):
+            if self._resumed and self.position.taken and isinstance(first, Pulled):
                 warn(self.position.left_out(self._epoch, "batch"))
             self._start_afresh()
         elif self._again and isinstance(first, Pulled):

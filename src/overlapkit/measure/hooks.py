@@ -23,13 +23,12 @@ class Hook:
         self._owner = None if method is None else weakref.ref(method.__self__)
         self._function: Any = None if method is None else method.__func__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Pass on what torch passes; changes nothing."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass on what torch passes, and what the method returns."""
         if self._owner is None or torch.compiler.is_compiling():
-            return
+            return None
         owner = self._owner()  # a WeakMethod would cost as much as all else here
-        if owner is not None:
-            self._function(owner, *args)
+        return None if owner is None else self._function(owner, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(None)

@@ -38,6 +38,7 @@ from overlapkit.measure.sources import Coverage
 from overlapkit.measure.stepping import Step, each_step, is_measured
 from overlapkit.measure.timeline import Timeline
 from overlapkit.measure.tracing import StepTracer
+from overlapkit.optimizer_step import with_hooks
 from overlapkit.span import Span
 
 T = TypeVar("T")
@@ -117,6 +118,7 @@ class StepMeter:
         check_live(on_report, on_log, progress)
         check_tracing(trace_every, trace_folder)
         self._rank, world = rank_and_world()
+        optimizer = None if optimizer is None else with_hooks(optimizer)
         parts = {"model": model, "optimizer": optimizer, "loader": loader, "checkpointer": checkpointer}
         self._ledger = Ledger(Coverage(parts, world), history)
         self._model = model
