@@ -3,7 +3,7 @@
 Device copy, host-to-device and device-to-host copies of page-locked memory, and a bf16 matmul, each
 on random data far larger than any cache, in turns; medians.
 
-    python benchmarks/ceilings.py [--quick] [--json PATH] [--device cuda]
+    python benchmarks/ceilings.py [--quick] [--json PATH] [--device cuda] [--budget SECONDS]
 """
 
 import sys
@@ -11,19 +11,23 @@ from collections.abc import Callable
 
 import torch
 
+from budget import Budget, add_budget
 from harness import Figure, Measurement, alternate, finish, parser, timer_for
 from overlapkit.device import as_device
 
 
 def main() -> int:
-    args = parser("What can this machine do at best?").parse_args()
-    device = as_device(args.device)
+    options = parser("What can this machine do at best?")
+    add_budget(options)
+    args = options.parse_args()
+    budget, device = Budget(args.budget), as_device(args.device)
     small = args.quick or device.type == "cpu"
     nbytes, side = (2**26, 512) if small else (2**30, 8192)
     moves, sizes = copies(nbytes, device)
     variants = moves | {"bf16 matmul": matmul(side, device)}
     rounds = 4 if small else 20
-    took = alternate(variants, rounds=rounds, warmup=2, timer=timer_for(device))
+    timer, limit_s = timer_for(device), budget.left()
+    took = alternate(variants, rounds=rounds, warmup=2, timer=timer, limit_s=limit_s)
     figures = [rate(took[name], moved / 1e9, "GB/s") for name, moved in sizes.items()]
     figures.append(rate(took["bf16 matmul"], 2 * side**3 / 1e12, "TFLOP/s"))
     return finish(figures, args)

@@ -1,11 +1,18 @@
 """Does everything that only a GPU can show hold? One command, one JSON, one table.
 
-    python benchmarks/gpu.py [tests|kernels|optim|input|checkpoint|step|all ...] --out DIR [--budget SECONDS]
+    python benchmarks/gpu.py [tests|kernels|optim|input|checkpoint|step|meter|all ...] --out DIR [--budget S]
 
-Runs from a checkout with torch >= 2.11, its Triton, numpy, safetensors, rich and pytest; nothing has
-to be installed. The ceilings come first, then the parts in the order above, each in a process of its
-own with its share of what is left of the budget: a part that crashes or hangs costs no other part.
-DIR/gpu.json and DIR/gpu.txt are written anew after every part, DIR/gpu.log holds what the parts said.
+Runs from a checkout with torch >= 2.11, its Triton, numpy, safetensors, rich and pytest; nothing has to be
+installed. torchdata, DALI, Liger, quack, matplotlib, pytest-timeout and pytest-xdist are used where they are;
+without xxhash checkpoints have slower checksums, and without msgspec no trace is read.
+
+The ceilings come first, then the parts in the order above, each in a process of its own with its share of
+what is left of the budget: a part that crashes or hangs costs no other part, and each is told how long it may
+take, so that it does less rather than be stopped. Tests that had no time left are counted. All together is
+made for one H200 in less than nine minutes (gpu_parts.py holds what each part is thought to take).
+
+DIR/gpu.json and DIR/gpu.txt (goals met and missed, parts, figures) are written anew after every part;
+DIR/gpu.log holds what the parts said, and DIR/step.png, with matplotlib, the lanes of a step.
 
 Exit codes: 0 all that was asked for ran and every goal is met; 3 a goal is missed, or a part is absent,
 skipped or had no time left; 1 a part failed or was stopped at its share; 2 wrong usage, or no CUDA
@@ -14,54 +21,25 @@ device.
 
 import argparse
 import json
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
-from xml.etree import ElementTree
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from figure import short
+from gpu_parts import WEIGHTS, Result, run, run_part
 from harness import MET, MISSED, figure_table, write_json
-from machine import ROOT, environment
-
-WEIGHTS = {"ceilings": 2, "tests": 6, "kernels": 6, "optim": 3, "input": 6, "checkpoint": 4, "step": 6}
-"""Every part in the order in which it runs, with its weight in the sharing of the budget."""
-
-LONG = {"input", "kernels"}
-"""Parts whose whole run takes more than the budget: they run with --quick."""
 
 FAILED = 1
-NOTHING_FOUND = 5  # pytest's exit code
-TAIL = 4000  # characters of output that the JSON keeps of a part that did not pass
-LOG_TAIL = 2**20  # bytes of output that the log keeps of a part: all files stay far below 16 MB
-LEAST_S = 5.0  # importing torch alone takes seconds: a part with less is not started
-
-Status = Literal["passed", "missed", "failed", "timeout", "absent", "skipped", "no time"]
-
-
-@dataclass
-class Result:
-    """What became of one part."""
-
-    name: str
-    status: Status
-    detail: str = ""
-    seconds: float = 0.0
-    share_s: float = 0.0
-    figures: list[dict[str, Any]] = field(default_factory=list)
-    tests: dict[str, Any] | None = None
-    output_tail: str = ""
 
 
 def main() -> int:
@@ -77,55 +55,10 @@ def main() -> int:
         left = args.budget - (time.monotonic() - began)
         share = left * WEIGHTS[name] / sum(WEIGHTS[later] for later in args.parts[at:])
         print(f"{name}: up to {max(share, 0):.0f} s", flush=True)
-        results.append(run_part(name, share, args.device, args.out / "gpu.log"))
+        results.append(run_part(name, share, args.device, args.out))
         _write(args, about, results, time.monotonic() - began)
     print((args.out / "gpu.txt").read_text())
     return exit_code(results)
-
-
-def run_part(name: str, share: float, device: str, log: Path) -> Result:
-    """Run one part in a process of its own, and read what it left."""
-    with tempfile.TemporaryDirectory(prefix=f"gpu-{name}-") as folder:
-        report = Path(folder) / ("junit.xml" if name == "tests" else "report.json")
-        command = tests_command(report) if name == "tests" else benchmark_command(name, device, report)
-        if command is None:
-            missing = "no test is marked gpu" if name == "tests" else f"there is no benchmarks/{name}.py yet"
-            return Result(name, "absent", missing)
-        if share < LEAST_S:
-            return Result(name, "no time", f"{max(share, 0):.0f} s of the budget were left for it")
-        began = time.monotonic()
-        output = Path(folder) / "output"
-        code = _run(command, share, output)
-        try:
-            result = (_tests_result if name == "tests" else _benchmark_result)(name, code, report)
-        except Exception as error:  # whatever a part left behind, the parts after it still run
-            result = Result(name, "failed", f"its report cannot be read: {error!r}")
-        result.seconds, result.share_s = round(time.monotonic() - began, 1), round(share, 1)
-        said = output.read_bytes()[-LOG_TAIL:]
-        with log.open("ab") as file:
-            file.write(f"\n===== {name}: {shlex.join(command)}\n".encode() + said)
-        if result.status not in ("passed", "missed"):
-            result.output_tail = said.decode(errors="replace")[-TAIL:]
-        return result
-
-
-def tests_command(report: Path) -> list[str] | None:
-    """Run pytest over the files that hold a gpu mark (importing the others would cost time), or None."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    files = [str(path.relative_to(ROOT)) for path in paths if "mark.gpu" in path.read_text()]
-    if not files:
-        return None
-    options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    return [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *files]
-
-
-def benchmark_command(name: str, device: str, report: Path) -> list[str] | None:
-    """The benchmark's own command, or None while there is no such benchmark."""
-    script = ROOT / "benchmarks" / f"{name}.py"
-    if not script.exists():
-        return None
-    quick = ["--quick"] if device == "cpu" or name in LONG else []
-    return [sys.executable, str(script.relative_to(ROOT)), "--json", str(report), "--device", device, *quick]
 
 
 def exit_code(results: Sequence[Result]) -> int:
@@ -135,64 +68,11 @@ def exit_code(results: Sequence[Result]) -> int:
     return MET if statuses <= {"passed"} else MISSED
 
 
-def _run(command: list[str], limit: float, output: Path) -> int | None:
-    """The exit status, or None where the limit ended it, with all that it started."""
-    env = environment() | {"PYTHONUNBUFFERED": "1"}
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
-        )
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _end_group(process)
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a part, its own workers included: they would hold memory of the GPU."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _benchmark_result(name: str, code: int | None, report: Path) -> Result:
-    figures = json.loads(report.read_text())["figures"] if report.exists() else []
-    if code is None:
-        return Result(name, "timeout", "stopped at its share", figures=figures)
-    if code not in (MET, MISSED) or not figures:
-        return Result(name, "failed", f"{_ending(code)}, {len(figures)} figures", figures=figures)
-    missed = [figure["name"] for figure in figures if figure["met"] is False]
-    return Result(name, "missed" if code else "passed", ", ".join(missed), figures=figures)
-
-
-def _tests_result(name: str, code: int | None, report: Path) -> Result:
-    if code is None:
-        return Result(name, "timeout", "stopped at its share; the log ends in the test that ran")
-    if not report.exists():
-        return Result(name, "failed", f"{_ending(code)}, no report")
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = [case for case in cases if case.find("skipped") is not None]
-    passed = len(cases) - len(bad) - len(skipped)
-    names = [f"{case.get('classname')}::{case.get('name')}" for case in bad]
-    counts = {"passed": passed, "failed": len(bad), "skipped": len(skipped), "failures": names}
-    detail = f"{passed} passed, {len(bad)} failed, {len(skipped)} skipped"
-    if code == NOTHING_FOUND or (code == 0 and passed == 0):
-        return Result(name, "skipped", detail, tests=counts)
-    return Result(name, "failed" if code else "passed", detail, tests=counts)
-
-
-def _ending(code: int) -> str:
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
 def _about_machine() -> dict[str, Any]:
     """Asked in a process of its own: this one stays without a CUDA context, beside every part."""
     with tempfile.TemporaryDirectory(prefix="gpu-machine-") as folder:
         output = Path(folder) / "output"
-        if _run([sys.executable, "benchmarks/machine.py"], 60, output) != 0:
+        if run([sys.executable, "benchmarks/machine.py"], 60, output) != 0:
             return {"commit": None, "hardware": None, "versions": None}
         about: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
         return about
@@ -216,10 +96,24 @@ def _write(
     write_json(args.out / "gpu.json", content)
     with (args.out / "gpu.txt").open("w") as file:
         console = Console(file=file, width=130)
+        console.print(_goals_table(results))
         console.print(_parts_table(results))
         for result in results:
             if result.figures:
                 console.print(figure_table(result.figures, result.name))
+
+
+def _goals_table(results: Sequence[Result]) -> Table:
+    """Every figure that has a goal."""
+    figures = [(result.name, row) for result in results for row in result.figures if row["goal"]]
+    met = sum(row["met"] is True for _, row in figures)
+    table = Table(title=f"goals: {met} of {len(figures)} met", title_justify="left")
+    for heading in ("part", "figure", "measured", "goal", ""):
+        table.add_column(heading, justify="right" if heading == "measured" else "left")
+    for part, row in figures:
+        verdict = "[green]met" if row["met"] else "[red]MISSED"
+        table.add_row(part, row["name"], short(row["value"], row["unit"]), row["goal"], verdict)
+    return table
 
 
 def _parts_table(results: Sequence[Result]) -> Table:

@@ -15,6 +15,7 @@ the goal. A benchmark is a script of this form:
 
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
@@ -138,6 +139,7 @@ def alternate(
     rounds: int,
     warmup: int = 1,
     timer: Timer = wall_seconds,
+    limit_s: float = math.inf,
 ) -> dict[str, Measurement]:
     """Time the variants in turns: each once a round, and round r begins with variant r modulo their number.
 
@@ -146,9 +148,10 @@ def alternate(
         rounds: Timed rounds, at least 1. A multiple of the number of variants gives each every place.
         warmup: Rounds before them whose times are thrown away.
         timer: How one call is timed.
+        limit_s: No further round begins so many seconds after the call; one is timed in any case.
 
     Returns:
-        A Measurement of `rounds` samples for each name, in the order given.
+        A Measurement of `rounds` samples for each name, fewer where `limit_s` came first, in the order given.
 
     Raises:
         ValueError: No variants, rounds < 1 or warmup < 0.
@@ -160,7 +163,10 @@ def alternate(
         raise ValueError(f"rounds={rounds}, warmup={warmup}: rounds is at least 1 and warmup at least 0")
     names = list(variants)
     samples: dict[str, list[float]] = {name: [] for name in names}
+    began = time.monotonic()
     for turn in range(-warmup, rounds):
+        if turn > 0 and time.monotonic() - began > limit_s:
+            break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             try:
@@ -220,8 +226,15 @@ def new_file(text: str) -> Path:
     return path
 
 
-def finish(figures: Sequence[Figure], args: argparse.Namespace) -> int:
+def finish(
+    figures: Sequence[Figure], args: argparse.Namespace, details: Mapping[str, Any] | None = None
+) -> int:
     """Print the table, write the JSON where `--json` asks for it, and return the exit code.
+
+    Args:
+        figures: Of the report.
+        args: The command line's.
+        details: Goes into the JSON beside them, e.g. the report of a step.
 
     Returns:
         0 when every goal is met, 3 when one is missed.
@@ -234,7 +247,7 @@ def finish(figures: Sequence[Figure], args: argparse.Namespace) -> int:
         raise ValueError(f"figures={names}: a report has at least one figure, each with a name of its own")
     rows = [figure.as_json() for figure in figures]
     if args.json is not None:
-        write_json(args.json, report(rows, args))
+        write_json(args.json, report(rows, args) | ({} if details is None else {"details": dict(details)}))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(figure_table(rows, args.question + (" (--quick)" if args.quick else "")))
     return MISSED if any(row["met"] is False for row in rows) else MET

@@ -1,9 +1,11 @@
 """The time of kernels on a GPU beside their peers, and the share of the memory's speed that they reach.
 
 Forward, and forward with backward, each captured in a CUDA graph, so that no launch from Python counts. The
-variants are replayed in turns, the L2 cache flushed before each replay.
+variants are replayed in turns, the L2 cache flushed before each replay. Every kernel is measured at its first
+width, beside torch.compile, before any is at its second: a budget that ends leaves out widths, not kernels.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 import ceilings
+from budget import Budget
 from figure import Figure
 from harness import Measurement, alternate, time_figure, timer_for
 from kernel_cases import CASES, Case, Function
@@ -25,7 +28,7 @@ PEERS = {"liger": "liger_kernel", "quack": "quack"}
 LOSSES = ("cross_entropy", "cross_entropy_")
 
 
-def measure(names: list[str], quick: bool, device: torch.device) -> list[Figure]:
+def measure(names: list[str], quick: bool, device: torch.device, budget: Budget) -> list[Figure]:
     """Figures of each kernel at each width: share of copy bandwidth, time against each peer, peak memory."""
     rounds = 5 if quick else 20
     copy = copy_bandwidth(device, rounds)
@@ -35,16 +38,34 @@ def measure(names: list[str], quick: bool, device: torch.device) -> list[Figure]
         for peer, package in PEERS.items()
         if find_spec(package) is None
     ]
+    longest = 0.0
+    for turn, name, d in sizes(names, quick):
+        title, began = f"{name} {ELEMENTS // d:,} x {d:,}", time.monotonic()
+        one = partial(size_figures, title, name, d, turn == 0, device, rounds, copy)
+        figures += budget.attempt(longest, title, "us", one)
+        torch.cuda.empty_cache()
+        longest = max(longest, time.monotonic() - began)
+    return figures
+
+
+def size_figures(
+    title: str, name: str, d: int, first: bool, device: torch.device, rounds: int, copy: float
+) -> list[Figure]:
+    """One kernel at one width; beside torch.compile at the first, for it compiles each anew, for seconds."""
+    case = CASES[name](ELEMENTS // d, d, torch.bfloat16, device)
+    if first:
+        case.peers["torch.compile"] = torch.compile(case.peers["torch"], dynamic=False)
+    return case_figures(title, case, device, rounds, copy)
+
+
+def sizes(names: list[str], quick: bool) -> list[tuple[int, str, int]]:
+    """(turn, kernel, width): first all kernels at their first width."""
+    found = []
     for name in names:
         widths = CLASSES if name in LOSSES else WIDTHS
-        for d in widths[:1] if quick or name == "rope" else widths:
-            case = CASES[name](ELEMENTS // d, d, torch.bfloat16, device)
-            if d == widths[0]:  # it compiles for each width anew, for seconds
-                case.peers["torch.compile"] = torch.compile(case.peers["torch"], dynamic=False)
-            figures += case_figures(f"{name} {ELEMENTS // d:,} x {d:,}", case, device, rounds, copy)
-            del case
-            torch.cuda.empty_cache()
-    return figures
+        for turn, d in enumerate(widths[:1] if quick or name == "rope" else widths):
+            found.append((turn, name, d))
+    return sorted(found, key=lambda size: size[0])
 
 
 def copy_bandwidth(device: torch.device, rounds: int) -> float:
@@ -85,7 +106,7 @@ def usable(peer: str) -> bool:
 def why_not(function: Function, case: Case) -> str | None:
     """What a peer raises: its versions differ, and one that fails must not cost the others' figures."""
     try:
-        step(function, case, backward=True)
+        step(function, case, gradients_of(function, case))
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}"
     return None
@@ -97,7 +118,7 @@ def times(
     """Medians by variant."""
     replays: dict[str, Callable[[], object]] = {}
     for name, function in functions.items():
-        call = partial(step, function, case, backward)
+        call = partial(step, function, case, gradients_of(function, case) if backward else None)
         try:
             replays[name] = captured(call, device)
         except RuntimeError:  # a peer that waits for the device cannot be captured
@@ -111,13 +132,17 @@ def outputs_of(out: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     return [o for o in (out if isinstance(out, tuple) else (out,)) if o.requires_grad]
 
 
-def step(function: Function, case: Case, backward: bool) -> object:
-    """One pass; what it returns keeps a captured graph's results alive."""
-    if not backward:
+def gradients_of(function: Function, case: Case) -> list[Tensor]:
+    """Random gradients of a function's outputs, made before anything is timed."""
+    return [torch.randn_like(o) for o in outputs_of(function(*case.inputs))]
+
+
+def step(function: Function, case: Case, gradients: list[Tensor] | None) -> object:
+    """One pass, with backward where there are gradients; what it returns keeps a graph's results alive."""
+    if gradients is None:
         with torch.no_grad():
             return function(*case.inputs)
-    outputs = outputs_of(function(*case.inputs))
-    return torch.autograd.grad(outputs, case.leaves(), [torch.ones_like(o) for o in outputs])
+    return torch.autograd.grad(outputs_of(function(*case.inputs)), case.leaves(), gradients)
 
 
 def captured(fn: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -145,7 +170,10 @@ def memory_figures(
     title: str, functions: dict[str, Function], case: Case, device: torch.device
 ) -> list[Figure]:
     """The peak of forward and backward beside the inputs."""
-    peaks = {name: peak_memory(lambda fn=fn: step(fn, case, True), device) for name, fn in functions.items()}
+    peaks = {
+        name: peak_memory(partial(step, fn, case, gradients_of(fn, case)), device)
+        for name, fn in functions.items()
+    }
     ours = peaks.pop("ours")
     if ours is None:
         return []

@@ -1,6 +1,6 @@
 """How near are the kernels to what the memory allows, and are they ahead of their peers?
 
-    python benchmarks/kernels.py [KERNEL ...] [--quick] [--json PATH] [--device cpu]
+    python benchmarks/kernels.py [KERNEL ...] [--quick] [--json PATH] [--device cpu] [--budget SECONDS]
 
 On a GPU: time beside torch, torch.compile, Liger and, where it is installed, quack (pip install
 quack-kernels), by replays of CUDA graphs in turns, the L2 cache flushed before each; the share of the copy
@@ -11,17 +11,28 @@ once; and the memory that linear_cross_entropy takes. What is not installed is r
 
 import os
 import sys
+from functools import partial
 
+from budget import Budget, add_budget
 from harness import finish, parser
 from overlapkit.device import as_device
+
+HEAD_S = 20.0
+"""What the head of a language model takes, the compilation of its peer included."""
 
 
 def main() -> int:
     options = parser("How near are the kernels to what the memory allows, and are they ahead of their peers?")
     options.add_argument("kernels", nargs="*", metavar="KERNEL", help="(default: all)")
+    add_budget(options)
     args = options.parse_args()
+    budget = Budget(args.budget)
     device = as_device(args.device)
     if device.type == "cpu":
+        if args.budget is not None:
+            options.error(
+                "--budget: bytes are counted all at once; leave it out without a GPU, or use --quick"
+            )
         os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
     from kernel_cases import CASES
     from kernel_memory import HEAD, head_figures
@@ -39,9 +50,9 @@ def main() -> int:
     else:
         from kernel_speed import measure as measure_speed
 
-        figures = measure_speed(names, args.quick, device)
+        figures = measure_speed(names, args.quick, device, budget)
     if HEAD in wanted:
-        figures += head_figures(args.quick, device)
+        figures += budget.attempt(HEAD_S, HEAD, "MiB", partial(head_figures, args.quick, device))
     return finish(figures, args)
 
 

@@ -30,6 +30,8 @@ _PACKAGES = (
     "spdl",
     "torchdata",
     "triton",
+    "typer",
+    "xxhash",
 )
 
 

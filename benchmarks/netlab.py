@@ -56,6 +56,9 @@ class Lab:
         hosts: How many, 1 to 250; each runs one rank.
         mbit: What each may send, and receive, in Mbit/s.
 
+    Attributes:
+        hosts: The names of their network namespaces.
+
     Raises:
         ValueError: A number is out of range.
         LabError: Root, iproute2 or the kernel's tbf is missing, or a rank failed.
@@ -68,7 +71,7 @@ class Lab:
             raise ValueError(f"mbit={mbit}: give 1 to 100000 Mbit/s")
         self.mbit = mbit
         self._switch = f"{PREFIX}-{os.getpid()}-switch"
-        self._hosts = [f"{PREFIX}-{os.getpid()}-{host}" for host in range(hosts)]
+        self.hosts = [f"{PREFIX}-{os.getpid()}-{host}" for host in range(hosts)]
         self._running: list[subprocess.Popen[str]] = []
         self._before: signal._HANDLER = None
 
@@ -93,7 +96,7 @@ class Lab:
     def set_rate(self, mbit: float) -> None:
         """Change what every host may send and receive, in Mbit/s."""
         self.mbit = mbit
-        for number, host in enumerate(self._hosts):
+        for number, host in enumerate(self.hosts):
             _shape(host, INTERFACE, mbit)
             _shape(self._switch, f"port{number}", mbit)
 
@@ -117,7 +120,7 @@ class Lab:
             LabError: A rank failed or was not done in time; the others are ended, and its words are there.
         """
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
-            files = [Path(folder, str(rank)) for rank in range(len(self._hosts))]
+            files = [Path(folder, str(rank)) for rank in range(len(self.hosts))]
             try:
                 for rank, file in enumerate(files):
                     self._running.append(self._start(rank, file, [str(script), *args], env or {}))
@@ -130,7 +133,7 @@ class Lab:
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "bridge", "up")
-        for number, host in enumerate(self._hosts):
+        for number, host in enumerate(self.hosts):
             port = f"port{number}"
             _ip("netns", "add", host)
             _ip("-n", host, "link", "set", "lo", "up")
@@ -145,7 +148,7 @@ class Lab:
     ) -> subprocess.Popen[str]:
         job = {
             "RANK": str(rank),
-            "WORLD_SIZE": str(len(self._hosts)),
+            "WORLD_SIZE": str(len(self.hosts)),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": address(0),
@@ -157,7 +160,7 @@ class Lab:
         }
         with output.open("w") as file:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self._hosts[rank], sys.executable, "-u", *command],
+                ["ip", "netns", "exec", self.hosts[rank], sys.executable, "-u", *command],
                 env=os.environ | job,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -193,7 +196,7 @@ class Lab:
     def _clear(self) -> None:
         with _uninterrupted():
             self._stop()
-            for name in (*self._hosts, self._switch):
+            for name in (*self.hosts, self._switch):
                 _remove(name)
             if self._before is not None:
                 signal.signal(signal.SIGTERM, self._before)

@@ -1,6 +1,6 @@
 """How near is a step of AdamW to the memory's bandwidth, and how much faster than torch's own?
 
-    python benchmarks/optim.py [--quick] [--json PATH] [--device cpu]
+    python benchmarks/optim.py [--quick] [--json PATH] [--device cpu] [--budget SECONDS]
 
 On a GPU: a thousand million parameters (as far as memory goes) as one tensor, as the layers of a 7B model
 and as 5,000 small tensors in 200 groups; ours, torch's fused and foreach, in turns, without and with
@@ -12,11 +12,13 @@ over its time. On the CPU: fp32 beside torch's fused kernel, in turns; the other
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from budget import Budget, add_budget
 from harness import Figure, Measurement, alternate, finish, parser, time_figure, timer_for
 from overlapkit.device import as_device
 from overlapkit.optim import AdamW
@@ -33,6 +35,8 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
 """dtype of the weights and gradients, options, and the bytes a parameter that a step reads and writes."""
 
 FP32_BYTES = 28
+SET_S, FORM_S = 8.0, 3.0
+"""About what one set takes beside its peers, and one form alone, its kernels' compilation included."""
 
 
 @dataclass
@@ -47,8 +51,8 @@ class Model:
 
     def __post_init__(self) -> None:
         for shape in self.shapes:
-            param = nn.Parameter(torch.full(shape, 0.1, dtype=self.dtype, device=self.device))
-            param.grad = torch.full_like(param, 1e-3)
+            param = nn.Parameter(torch.randn(shape, dtype=self.dtype, device=self.device))
+            param.grad = torch.randn_like(param).mul_(1e-3)
             self.params.append(param)
 
     @property
@@ -63,33 +67,44 @@ class Model:
 
 
 def main() -> int:
-    args = parser("How near is a step of AdamW to the memory's bandwidth?").parse_args()
-    device = as_device(args.device)
-    figures = on_cpu(args.quick) if device.type == "cpu" else on_gpu(device, args.quick)
+    options = parser("How near is a step of AdamW to the memory's bandwidth?")
+    add_budget(options)
+    args = options.parse_args()
+    budget, device = Budget(args.budget), as_device(args.device)
+    figures = on_cpu(args.quick, budget) if device.type == "cpu" else on_gpu(device, args.quick, budget)
     return finish(figures, args)
 
 
-def on_cpu(quick: bool) -> list[Figure]:
+def on_cpu(quick: bool, budget: Budget) -> list[Figure]:
     figures = []
-    cpu, rounds = torch.device("cpu"), 6 if quick else 40
     side = 500 if quick else 1500
     sets = {"4 large": [(side, side)] * 4, "1,000 small": [(100,)] * 1000}
     for name, shapes in sets.items():
-        took = alternate(against_torch(Model(shapes, 1, cpu), ["fused"]), rounds=rounds)
-        figures.append(time_figure(f"fp32, {name}", took["ours"], took["fused"], ratio_limit=GOAL_CPU))
-        clipping = against_torch(Model(shapes, 1, cpu), ["fused"], max_norm=1e-3)
-        took = alternate(clipping, rounds=rounds)
-        figures.append(
-            time_figure(f"fp32 and clipping, {name}", took["ours"], took["fused"], ratio_limit=GOAL_CPU)
-        )
-    for form, (dtype, options, _) in FORMS.items():
-        optimizer = AdamW(Model([(side, side)], 1, cpu, dtype).params, **options)
-        took = alternate({"ours": optimizer.step}, rounds=2 if quick else 5)
-        figures.append(time_figure(f"{form}, 1 large", took["ours"]))
+        one = partial(beside_fused, name, shapes, 6 if quick else 40)
+        figures += budget.attempt(SET_S, f"fp32, {name}", "ms", one)
+    for form in FORMS:
+        one = partial(form_on_cpu, form, side, 2 if quick else 5)
+        figures += budget.attempt(FORM_S, form, "ms", one)
     return figures
 
 
-def on_gpu(device: torch.device, quick: bool) -> list[Figure]:
+def beside_fused(name: str, shapes: list[tuple[int, ...]], rounds: int) -> list[Figure]:
+    """Ours and torch's fused kernel for CPUs, without and with clipping."""
+    figures = []
+    for title, max_norm in ((f"fp32, {name}", None), (f"fp32 and clipping, {name}", 1e-3)):
+        variants = against_torch(Model(shapes, 1, torch.device("cpu")), ["fused"], max_norm=max_norm)
+        took = alternate(variants, rounds=rounds)
+        figures.append(time_figure(title, took["ours"], took["fused"], ratio_limit=GOAL_CPU))
+    return figures
+
+
+def form_on_cpu(form: str, side: int, rounds: int) -> list[Figure]:
+    dtype, options, _ = FORMS[form]
+    optimizer = AdamW(Model([(side, side)], 1, torch.device("cpu"), dtype).params, **options)
+    return [time_figure(f"{form}, 1 large", alternate({"ours": optimizer.step}, rounds=rounds)["ours"])]
+
+
+def on_gpu(device: torch.device, quick: bool, budget: Budget) -> list[Figure]:
     free = torch.cuda.mem_get_info(device)[0]
     # 8 bytes for a parameter and its gradient, 16 for the moments of two optimizers, and foreach's copies
     size = min(10**7 if quick else 10**9, int(0.7 * free) // 40)
@@ -98,19 +113,23 @@ def on_gpu(device: torch.device, quick: bool) -> list[Figure]:
         "7B layers": (layers_of_7b(size), 2),
         "5,000 small in 200 groups": ([(size // 5000,)] * 5000, 200),
     }
-    figures = []
+    figures, rounds = [], 5 if quick else 20
     for name, (shapes, groups) in sets.items():
-        figures += beside_torch(name, shapes, groups, device, 5 if quick else 20)
-    for form, (dtype, options, nbytes) in FORMS.items():
-        model = Model(layers_of_7b(size), 2, device, dtype)
-        took = in_turns({"ours": AdamW(model.grouped(), **options).step}, model, 5 if quick else 20)
-        figures += [
-            time_figure(f"{form}, ms", took["ours"]),
-            share(f"{form}, share of copy bandwidth", took, model.size, nbytes),
-        ]
-        del model
+        one = partial(beside_torch, name, shapes, groups, device, rounds)
+        figures += budget.attempt(SET_S, name, "ms", one)
+        torch.cuda.empty_cache()
+    for form in FORMS:
+        figures += budget.attempt(FORM_S, form, "ms", partial(form_on_gpu, form, size, device, rounds))
         torch.cuda.empty_cache()
     return figures
+
+
+def form_on_gpu(form: str, size: int, device: torch.device, rounds: int) -> list[Figure]:
+    dtype, options, nbytes = FORMS[form]
+    model = Model(layers_of_7b(size), 2, device, dtype)
+    took = in_turns({"ours": AdamW(model.grouped(), **options).step}, model, rounds)
+    named = f"{form}, share of copy bandwidth"
+    return [time_figure(f"{form}, ms", took["ours"]), share(named, took, model.size, nbytes)]
 
 
 def beside_torch(
@@ -132,8 +151,6 @@ def beside_torch(
         clipped,
         share(f"{name} with clipping, share of copy bandwidth", took, model.size, FP32_BYTES + 4),
     ]
-    del model
-    torch.cuda.empty_cache()
     return figures
 
 

@@ -138,7 +138,8 @@ class DcpStager(DcpThread):
     def prepare(self) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        self.stager = DefaultStager(StagingOptions(False, False, True, False))
+        on_gpu = torch.cuda.is_available()  # pinned and non-blocking need it
+        self.stager = DefaultStager(StagingOptions(on_gpu, False, True, on_gpu))
         self.waited_s = 0.0
 
     def save(self) -> None:

@@ -96,7 +96,7 @@ def build(setting: Setting) -> dict[str, Any]:
 
 
 def _measure(setting: Setting, name: str, folder: Path) -> dict[str, float]:
-    compute = _work(setting)
+    compute = work(setting)
     build(replace(setting, nbytes=1 << 16, tensors=8))["optimizer"].step()  # what torch loads at first use
     base = _peak(reset=True)
     state = build(setting)
@@ -104,15 +104,15 @@ def _measure(setting: Setting, name: str, folder: Path) -> dict[str, float]:
     start = time.perf_counter()
     saver.prepare()
     found = {"prepare": time.perf_counter() - start}
-    found["first"], found["first exposed"] = _exposed(compute, saver)
-    found["stall"], found["exposed"] = _exposed(compute, saver)  # what every later save costs
+    found["first"], found["first exposed"] = exposed(compute, saver)
+    found["stall"], found["exposed"] = exposed(compute, saver)  # what every later save costs
     found["durable"] = _until_durable(saver)
     found["memory"] = float(_peak() - base)
     saver.close()
     return found
 
 
-def _exposed(compute: Callable[[], None], saver: Saver) -> tuple[float, float]:
+def exposed(compute: Callable[[], None], saver: Saver) -> tuple[float, float]:
     """Seconds of a save's stall, and of all that it cost the training; faster steps are no gain of its."""
     usual = median(_timed(compute, saver) for _ in range(6))
     start = time.perf_counter()
@@ -132,7 +132,7 @@ def _until_durable(saver: Saver) -> float:
     return time.perf_counter() - start
 
 
-def _work(setting: Setting) -> Callable[[], None]:
+def work(setting: Setting) -> Callable[[], None]:
     """A piece of compute, on this thread or on the GPU, that takes about as long as a step is to."""
     on_gpu = setting.device != "cpu"
     side = 2048 if on_gpu else 384

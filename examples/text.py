@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 
-def standard_library(held_out: float = 0.1) -> tuple[Tensor, Tensor]:
-    """All .py files of the standard library as bytes, split by file.
+def sources(held_out: float = 0.1) -> tuple[list[bytes], list[bytes]]:
+    """All .py files of the standard library, split by file.
 
     Args:
         held_out: Share of the files for validation, chosen by a hash of the file's name.
 
     Returns:
-        Training and validation text, uint8 (n,).
+        Files to train on and files for validation, by name.
     """
     root = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -26,7 +26,12 @@ def standard_library(held_out: float = 0.1) -> tuple[Tensor, Tensor]:
         name = path.relative_to(root)
         if name.parts[0] not in ("site-packages", "dist-packages"):
             parts[zlib.crc32(name.as_posix().encode()) % 1000 < 1000 * held_out].append(path.read_bytes())
-    train, validation = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
+    return parts
+
+
+def standard_library() -> tuple[Tensor, Tensor]:
+    """The same as one text each: training and validation, uint8 (n,)."""
+    train, validation = (torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in sources())
     return train, validation
 
 

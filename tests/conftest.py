@@ -1,4 +1,4 @@
-"""What holds for every test: marks that skip with a reason, and no lane's thread left behind."""
+"""What holds for every test: marks skip with a reason, no lane's thread is left, locks have one order."""
 
 import functools
 import gc
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.lock_order import SEEN
 
 GRACE_S = 2.0
 """How long the worker of a lane that was dropped without close() may take to notice."""
@@ -52,6 +54,15 @@ def no_lane_left_behind() -> Iterator[None]:
     if left:
         names = ", ".join(thread.name for thread in left)
         pytest.fail(f"left behind: {names}; close() what the test made")
+
+
+@pytest.fixture(autouse=True)
+def locks_in_one_order() -> Iterator[None]:
+    """A test fails where it takes locks in an order that could deadlock with any test before it."""
+    with SEEN.watching():
+        yield
+    if found := SEEN.news():
+        pytest.fail("\n".join(found))
 
 
 def _lane_threads(before: set[threading.Thread]) -> list[threading.Thread]:

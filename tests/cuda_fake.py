@@ -7,14 +7,16 @@ of them a write, must be ordered by a chain of launch, record, wait and synchron
 back to the allocator must be past its last use on every stream but its own, unless `record_stream`
 said so. Every breach is collected in `FakeCuda.faults`, whatever values came out.
 
-All host threads are one actor: what one of them has waited for is over for whatever any of them
-launches later. That could hide a missing wait behind another thread's, so waiting takes `latency_s`.
-Memory that was allocated for a stream may still be in use there by its former owner: allocating counts
-as a write.
+The host's threads are actors too, and tell each other what they know as `tests/host_threads.py` says. The
+clocks hold for every order in which a device may run its streams; what they cannot stand for is the order
+in which the host's threads come, and what `query` answers when: with a seed these are drawn, thread by
+thread. Memory that was allocated for a stream may still be in use there by its former owner: allocating
+counts as a write.
 """
 
 import contextlib
 import itertools
+import random
 import threading
 import time
 import weakref
@@ -28,14 +30,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from overlapkit.pinned import PinnedRing
+from tests.host_threads import Clock, HostThreads, join
 
 CUDA = torch.device("cuda", 0)
-Clock = dict[str, int]
-
-
-def join(clock: Clock, other: Clock) -> None:
-    for actor, ticks in other.items():
-        clock[actor] = max(clock.get(actor, 0), ticks)
 
 
 @dataclass
@@ -52,6 +49,9 @@ class Memory:
 class FakeCuda:
     """The machine: one device, its streams and what they have done.
 
+    Args:
+        seed: Draws how long launches and waits take, and how late queries answer; None: no time, the second.
+
     Attributes:
         faults: One line for each pair of accesses that nothing orders.
         copies: (bytes, non_blocking) of each copy between host and device.
@@ -60,14 +60,14 @@ class FakeCuda:
 
     current: ClassVar["FakeCuda | None"] = None
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = seed
+        self.threads = HostThreads()
         self.faults: list[str] = []
         self.copies: list[tuple[int, bool]] = []
         self.syncs = 0
         self.pinned: dict[int, int] = {}
         self.lent: dict[int, int] = {}  # where such memory begins, and its key in `memories`
-        self.latency_s = 0.002
-        self.host: Clock = {"host": 0}
         self.memories: dict[int, Memory] = {}
         self.local = threading.local()
         self.names = itertools.count()
@@ -80,6 +80,27 @@ class FakeCuda:
         """The calling thread's current stream."""
         return getattr(self.local, "stream", self.default)
 
+    @property
+    def host(self) -> Clock:
+        """What the calling thread knows to be over."""
+        return self.threads.clock
+
+    @property
+    def chance(self) -> random.Random:
+        """The calling thread's own, so that others change nothing of what it draws."""
+        if not hasattr(self.local, "chance"):
+            self.local.chance = random.Random(f"{self.seed} {self.threads.name}")
+        return self.local.chance  # type: ignore[no-any-return]
+
+    def dawdle(self) -> None:
+        """Let other threads go first, or not."""
+        if self.seed is not None and self.chance.random() < 0.2:
+            time.sleep(self.chance.choice((0.0, 1e-4, 1e-3)))
+
+    def patience(self) -> int:
+        """How many times an event is asked for until it is over."""
+        return 2 if self.seed is None else self.chance.randrange(1, 5)
+
     def memory_of(self, tensor: torch.Tensor) -> Memory:
         """The record of a tensor's storage; made at first sight."""
         on_device = isinstance(tensor, CudaTensor)
@@ -87,6 +108,8 @@ class FakeCuda:
         if key not in self.memories:
             home = self.stream.name if on_device else "host"
             self.memories[key] = Memory(f"{home} memory {next(self.names)}", home)
+            if not on_device and key not in self.lent.values():  # torch's allocator guards what is freed
+                weakref.finalize(tensor.untyped_storage(), self.memories.pop, key, None)
         return self.memories[key]
 
     def access(self, actor: str, clock: Clock, memory: Memory, *, write: bool) -> None:
@@ -120,7 +143,8 @@ class FakeCuda:
                 uses[memory.write[0]] = max(uses.get(memory.write[0], 0), memory.write[1])
             for who, when in uses.items():
                 if (
-                    who not in (memory.home, "host")
+                    who != memory.home
+                    and not who.startswith("host")
                     and who not in memory.shared_with
                     and clock.get(who, 0) < when
                 ):
@@ -128,37 +152,42 @@ class FakeCuda:
 
     def host_waits(self, clock: Clock) -> None:
         clock = dict(clock)
-        time.sleep(self.latency_s)
+        self.dawdle()
         with self.lock:
             self.syncs += 1
             join(self.host, clock)
 
 
 class FakeStream:
-    """torch.cuda.Stream: an actor with a clock."""
+    """torch.cuda.Stream: an actor with a clock, and the time up to which it is busy (`torch.cuda._sleep`)."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, machine: FakeCuda | None = None) -> None:
         self.machine = machine or FakeCuda.current
         self.device = CUDA
         self.name = f"stream {len(self.machine.streams)}"
         self.clock: Clock = {self.name: 0}
+        self.busy_until = 0.0
         self.machine.streams[self.name] = self  # as in CUDA, where streams come from a pool and stay
 
     def launch(self) -> Clock:
         """The host gives the stream something to do."""
+        self.machine.dawdle()
         with self.machine.lock:
             join(self.clock, self.machine.host)
             self.clock[self.name] += 1
+            self.busy_until = max(self.busy_until, time.perf_counter() * 1e3)
             return self.clock
 
     def wait_event(self, event: "FakeEvent") -> None:
         self.launch()
         if event.clock is not None:
             join(self.clock, event.clock)
+            self.busy_until = max(self.busy_until, event.at)
 
     def wait_stream(self, other: "FakeStream") -> None:
         self.launch()
         join(self.clock, other.clock)
+        self.busy_until = max(self.busy_until, other.busy_until)
 
     def record_event(self, event: "FakeEvent | None" = None) -> "FakeEvent":
         event = event or FakeEvent()
@@ -169,7 +198,7 @@ class FakeStream:
         self.machine.host_waits(self.clock)
 
     def query(self) -> bool:
-        return all(self.machine.host.get(who, 0) >= when for who, when in self.clock.items())
+        return _over(self.clock, self.machine.host)
 
 
 class FakeEvent:
@@ -179,14 +208,14 @@ class FakeEvent:
         self.enable_timing = enable_timing
         self.clock: Clock | None = None
         self.at = 0.0
-        self.patience = 2
         self.device = CUDA
         self.machine = FakeCuda.current
+        self.patience = self.machine.patience()
 
     def record(self, stream: FakeStream | None = None) -> None:
         stream = stream or self.machine.stream
         self.clock = dict(stream.launch())
-        self.at, self.patience = time.perf_counter() * 1e3, 2
+        self.at, self.patience = stream.busy_until, self.machine.patience()
 
     def wait(self, stream: FakeStream | None = None) -> None:
         (stream or self.machine.stream).wait_event(self)
@@ -207,7 +236,13 @@ class FakeEvent:
     def elapsed_time(self, other: "FakeEvent") -> float:
         assert self.enable_timing
         assert other.enable_timing
+        if not all(event.clock and _over(event.clock, self.machine.host) for event in (self, other)):
+            raise RuntimeError("CUDA error: device not ready: an event is timed that has not been asked for")
         return other.at - self.at
+
+
+def _over(clock: Clock, host: Clock) -> bool:
+    return all(host.get(who, 0) >= when for who, when in list(clock.items()) if who.startswith("stream"))
 
 
 class CudaTensor(torch.Tensor):
@@ -348,9 +383,9 @@ def _pageable(machine: FakeCuda, tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[FakeCuda]:
+def fake_cuda(seed: int | None = None) -> Iterator[FakeCuda]:
     """Give torch a CUDA device for the body. The faults are left in what is yielded."""
-    machine = FakeCuda()
+    machine = FakeCuda(seed)
 
     @contextlib.contextmanager
     def use(stream: FakeStream | None) -> Iterator[None]:
@@ -384,22 +419,27 @@ def fake_cuda() -> Iterator[FakeCuda]:
         machine.pinned[pointer] = nbytes
         return 0
 
+    def sleep(cycles: int) -> None:
+        """Work of so many cycles at a GHz: it takes no time here, but events come later."""
+        machine.stream.launch()
+        machine.stream.busy_until += cycles / 1e6
+
     def unregister(pointer: int) -> int:
         """The memory goes back to the system, which may hand it out at once: as if the host wrote it."""
         del machine.pinned[pointer]
         memory = machine.memories.pop(machine.lent.pop(pointer, 0), None)
         if memory is not None and FakeCuda.current is machine:
-            machine.access("host", machine.host, memory, write=True)
+            machine.access(machine.threads.name, machine.host, memory, write=True)
         return 0
 
     def take(ring: PinnedRing, nbytes: int, **options: Any) -> Any:
         buffer = plain_take(ring, nbytes, **options)
         whole = buffer.bytes(1)
         machine.lent[whole.data_ptr()] = whole.untyped_storage()._cdata
-        machine.access("host", machine.host, machine.memory_of(whole), write=True)
+        machine.access(machine.threads.name, machine.host, machine.memory_of(whole), write=True)
         return buffer  # which its borrower may write at once
 
-    plain_to, plain_take = torch.Tensor.to, PinnedRing.take
+    plain_to = torch.Tensor.to
     replaced = {
         "Stream": FakeStream,
         "Event": FakeEvent,
@@ -416,9 +456,11 @@ def fake_cuda() -> Iterator[FakeCuda]:
         "reset_peak_memory_stats": lambda device=None: None,
         "get_device_name": lambda device=None: "NVIDIA A100-SXM4-80GB",
         "get_device_capability": lambda device=None: (8, 0),
-        "_sleep": lambda cycles: None,
+        "_sleep": sleep,
     }
     with contextlib.ExitStack() as stack:
+        stack.enter_context(machine.threads.followed())
+        plain_take = PinnedRing.take
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for make in ("empty", "zeros", "ones", "full", "arange", "randn"):

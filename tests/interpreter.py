@@ -1,12 +1,13 @@
 """Triton's interpreter, on inside a block: kernels then run on CPU tensors, with NumPy, in this process.
 
 Outside of the block nothing is left of it, so that one pytest process tests the plain-torch path, the
-interpreted kernels and (on a GPU) the compiled ones. Two things of Triton itself need help meanwhile:
+interpreted kernels and (on a GPU) the compiled ones. Three things of Triton itself need help meanwhile:
 
 * `tl.sum` and its like, and device functions of raw kernels, were decorated when Triton was imported
   without the interpreter: they are exchanged for their interpreted form, and Triton's own patches of
   triton.language, some of which it never takes back, are taken back.
 * The interpreter's fp32 -> bf16 truncates, where hardware rounds to nearest even (Triton 3.7).
+* Bounds of loops are arrays of one element, which NumPy 2.4 no longer takes for an int (Triton 3.6).
 
 Every address that a kernel touches is checked on the way (tests/kernels/guard.py).
 """
@@ -46,6 +47,7 @@ def interpreter() -> Iterator[None]:
                     if isinstance(value, JITFunction):
                         setattr(space, name, engine.InterpretedFunction(value.fn))
         engine._convert_float = _rounding(engine._convert_float)
+        engine._patch_lang_tensor = _indexing(engine._patch_lang_tensor)
         launch._interpret = True
         try:
             with guarded():
@@ -77,3 +79,13 @@ def _rounding(convert: Any) -> Any:
         return convert(data, source, target, mode)
 
     return convert_float
+
+
+def _indexing(patch: Any) -> Any:
+    """Wrap the interpreter's `_patch_lang_tensor` so that a tensor of one element is an index."""
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    return patch_lang_tensor

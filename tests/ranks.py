@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.lock_order import SEEN
+
 GRACE_S = 5.0
 """How long the other ranks may go on once one has failed: enough for their own error, too short to hang."""
 
@@ -190,6 +192,7 @@ def _rank(
             store.set(f"connected/{rank}", b"")  # a rank that is done at once would cut off one that connects
             store.wait([f"connected/{other}" for other in range(world)], limit)
             message = (True, fn(rank, *args), "")
+            assert not (found := SEEN.news()), "\n".join(found)
         except BaseException as error:
             message = (False, error, traceback.format_exc())
         pipe.send_bytes(_pickled(message))

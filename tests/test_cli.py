@@ -165,7 +165,7 @@ def test_import(tmp_path):
     with Checkpointer(tmp_path / "run") as checkpointer:
         assert checkpointer.restore(fresh, only=("model", "optimizer")) == 7
     assert torch.equal(fresh["model"][0].weight, state["model"][0].weight)
-    assert "step-7 exists" in call(*words, status=2)[1]
+    assert "has that one already" in call(*words, status=2)[1]
     words[4] = 8
     call(*words, "--kind", "model=object")
     assert json.loads(call("show", tmp_path / "run", "--json")[0])["kinds"] == {"model": "object"}

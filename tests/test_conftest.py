@@ -47,6 +47,23 @@ def test_after_it():
     assert any(thread.name == "overlapkit-forgotten" for thread in threading.enumerate())
 """
 
+LOCKS = """
+import threading
+from overlapkit.input import mixture
+
+def made():
+    exec("a = threading.Lock()\\nb = threading.Lock()", vars(mixture))
+    return mixture.a, mixture.b
+
+def test_one_order():
+    a, b = made()
+    with a, b: pass
+
+def test_the_other():
+    a, b = made()
+    with b, a: pass
+"""
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -54,7 +71,8 @@ def run(tmp_path):
 
     def run(body: str, *options: str, path: str | None = None) -> str:
         (tmp_path / "tests").mkdir()
-        shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+        for name in ("conftest.py", "lock_order.py"):
+            shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
         (tmp_path / "tests" / "test_it.py").write_text(body)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
@@ -82,3 +100,9 @@ def test_a_lane_left_behind_fails_its_own_test_only(run):
     said = run(LANES)
     assert "4 passed, 1 error" in said
     assert "ERROR tests/test_it.py::test_left_behind - Failed: left behind: overlapkit-forgotten" in said
+
+
+def test_locks_in_two_orders_fail_the_test_that_shows_it(run):
+    said = run(LOCKS)
+    assert "2 passed, 1 error" in said
+    assert "ERROR tests/test_it.py::test_the_other - Failed: these locks are taken in" in said

@@ -1,12 +1,15 @@
 """The recorder itself: it must see each kind of missing wait, and nothing where the order is right."""
 
 import gc
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from overlapkit.lane import Lane, Ticket
 from overlapkit.pinned import PinnedRing
 from tests.cuda_fake import FakeCuda, fake_cuda, module_on_device
 
@@ -57,6 +60,22 @@ def read_unwritten_side(order: bool) -> None:
     side.wait_stream(torch.cuda.current_stream())
 
 
+def waited_for_elsewhere(told: bool) -> None:
+    """A thread waits for the copy; this one overwrites what was copied, told of it or only late enough."""
+    x, side, over = torch.zeros(4, device="cuda"), torch.cuda.Stream(), []
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.clone()
+    thread = threading.Thread(target=lambda: over.append(side.synchronize()))
+    thread.start()
+    while not over:
+        time.sleep(1e-3)
+    if told:
+        thread.join()
+    x.zero_()
+    side.synchronize()
+
+
 CASES: dict[str, tuple[Callable[[], None], Callable[[], None], str]] = {
     "write before its input is there": (
         lambda: side_write(),
@@ -66,6 +85,11 @@ CASES: dict[str, tuple[Callable[[], None], Callable[[], None], str]] = {
     "use before the write is done": (lambda: side_write(), lambda: side_write(order_after=False), "read"),
     "host refills a buffer in use": (lambda: pinned_refill(True), lambda: pinned_refill(False), "host"),
     "freed while in use": (lambda: freed_elsewhere(True), lambda: freed_elsewhere(False), "freed"),
+    "waited for in another thread": (
+        lambda: waited_for_elsewhere(True),
+        lambda: waited_for_elsewhere(False),
+        "written",
+    ),
     "read on another stream": (lambda: read_unwritten_side(True), lambda: read_unwritten_side(False), "read"),
 }
 
@@ -113,9 +137,55 @@ def test_copies_are_counted_with_their_kind() -> None:
         buffer.give_back()
 
 
+def patience(machine: FakeCuda) -> int:
+    event = torch.cuda.Event()
+    event.record()
+    return next(tries for tries in range(1, 9) if event.query())
+
+
+def test_a_seed_draws_the_same_again_and_another_one_other_things() -> None:
+    drawn = []
+    for seed in (1, 1, 2, None):
+        with fake_cuda(seed) as machine:
+            drawn.append([patience(machine) for _ in range(20)])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert set(drawn[2]) == {1, 2, 3, 4}
+    assert set(drawn[3]) == {2}
+
+
+def test_an_event_that_nobody_has_asked_for_cannot_be_timed() -> None:
+    with fake_cuda():
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        end.record()
+        with pytest.raises(RuntimeError, match="not ready"):
+            start.elapsed_time(end)
+        end.synchronize()
+        assert start.elapsed_time(end) >= 0
+
+
+def test_time_passes_on_each_stream_by_itself_and_across_a_wait() -> None:
+    with fake_cuda():
+        streams = torch.cuda.current_stream(), torch.cuda.Stream()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        for event, stream, seconds in zip(marks, 2 * streams, (0, 500, 3000, 1000), strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(seconds * 1_000_000_000)
+                event.record()
+        streams[1].wait_stream(streams[0])
+        marks.append(streams[1].record_event(torch.cuda.Event(enable_timing=True)))
+        torch.cuda.synchronize()
+        assert [round(marks[0].elapsed_time(mark), -5) / 1e3 for mark in marks] == [0, 500, 3000, 1500, 3000]
+
+
 def test_nothing_is_left_patched() -> None:
-    before = torch.cuda.Stream, torch.empty, torch.Tensor.to, PinnedRing.take
+    def patched() -> tuple[object, ...]:
+        told = Ticket.done, Ticket._settle, Lane.submit, threading.Thread.start, threading.Event.set
+        return torch.cuda.Stream, torch.empty, torch.Tensor.to, PinnedRing.take, *told
+
+    before = patched()
     with fake_cuda():
         assert torch.cuda.is_available()
-    assert before == (torch.cuda.Stream, torch.empty, torch.Tensor.to, PinnedRing.take)
+        assert not set(before) & set(patched())
+    assert before == patched()
     assert FakeCuda.current is None

@@ -19,6 +19,7 @@ from overlapkit.lane import Lane, Ticket
 from overlapkit.pinned import PinnedRing
 from overlapkit.span import SpanLog
 from tests.cuda_fake import CUDA, fake_cuda
+from tests.on_gpu import spin
 
 HOST_KINDS = ("thread", "inline")
 
@@ -445,9 +446,9 @@ def test_a_real_cuda_lane_orders_both_ways() -> None:
     with Lane("x", device) as lane:
         for _ in range(20):
             x = torch.zeros(1 << 20, device=device)
-            torch.cuda._sleep(2_000_000)
+            spin()
             x.fill_(1)
-            ticket = lane.submit(lambda x=x: (torch.cuda._sleep(2_000_000), x.mul_(3)))
+            ticket = lane.submit(lambda x=x: (spin(), x.mul_(3)))
             ticket.order()
             y = x + 1
             assert bool((y == 4).all())

@@ -12,6 +12,7 @@ from overlapkit import pinned
 from overlapkit.lane import Lane
 from overlapkit.pinned import PinnedRing
 from tests.cuda_fake import CUDA, fake_cuda
+from tests.on_gpu import spin
 
 
 def test_bytes_are_rounded_to_pages_and_buffers_are_reused() -> None:
@@ -179,3 +180,23 @@ def test_memory_that_cannot_be_had_leaves_the_ring_as_it_was(monkeypatch: pytest
             with pytest.raises(ZeroDivisionError):
                 ring.take(100)
         ring.take(100).give_back()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_buffer_is_not_filled_again_before_its_copy_is_done() -> None:
+    device, nbytes = torch.device("cuda", torch.cuda.current_device()), 1 << 20
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(8)]
+    with Lane("x", device) as lane, PinnedRing(2, pin=True) as ring:
+        for k, target in enumerate(there):
+            buffer = ring.take(nbytes)
+            host = buffer.bytes(nbytes)
+            assert host.is_pinned()
+            host.fill_(k)
+
+            def copy(target: torch.Tensor = target, host: torch.Tensor = host) -> None:
+                spin()
+                target.copy_(host, non_blocking=True)
+
+            buffer.give_back(lane.submit(copy))
+        lane.submit(lambda: None).wait()
+        assert [(one.min().item(), one.max().item()) for one in there] == [(k, k) for k in range(8)]

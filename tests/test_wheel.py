@@ -75,6 +75,7 @@ def test_the_metadata_asks_for_what_is_stated(metadata):
         "tensorboard",
         "remote",
         "gpu",
+        "examples",
         "all",
         "dev",
         "docs",

@@ -101,9 +101,11 @@ class Kernel:
             self.compiled[(grid,)](*args, **options(warps, resident), **constants)
 
 
-def options(warps: int, resident: bool) -> dict[str, int]:
+def options(warps: int, resident: bool, *, amd: bool = torch.version.hip is not None) -> dict[str, int]:
     """Triton's compile options for a launch."""
-    if not resident or torch.version.hip is not None:  # only NVIDIA's compiler takes a cap
+    if amd:  # its warps are twice as wide, and a program has at most 1,024 threads; there is no cap to give
+        return {"num_warps": min(warps, 16)}
+    if not resident:
         return {"num_warps": warps}
     return {"num_warps": warps, "maxnreg": min(255, 65_536 // (32 * warps))}
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 import gpu
+import gpu_parts
+from gpu_parts import Result, benchmark_command, run_part
+from pytest_deadline import UNTIL
 
 ROOT = Path(gpu.__file__).parent.parent
 
@@ -28,6 +31,10 @@ FIGURE = {
 }
 
 
+BARE = ("budget", "ceilings", "figure", "gpu", "gpu_parts", "harness", "machine", "pytest_deadline")
+"""The files that the frame and the ceilings need."""
+
+
 def _script(met: bool | None, code: int, *, before_exit: str = "") -> str:
     report = {"figures": [FIGURE | {"met": met}]}
     return (
@@ -43,12 +50,12 @@ def checkout(tmp_path, monkeypatch):
     root = tmp_path / "checkout"
     (root / "benchmarks").mkdir(parents=True)
     (root / "tests").mkdir()
-    monkeypatch.setattr(gpu, "ROOT", root)
+    monkeypatch.setattr(gpu_parts, "ROOT", root)
     return root
 
 
-def _run_part(checkout: Path, name: str, share: float = 60.0) -> gpu.Result:
-    return gpu.run_part(name, share, "cpu", checkout.parent / "log")
+def _run_part(checkout: Path, name: str, share: float = 60.0) -> Result:
+    return run_part(name, share, "cpu", checkout.parent)
 
 
 @pytest.mark.parametrize(
@@ -72,20 +79,35 @@ def test_what_becomes_of_a_benchmark(checkout, script, status, figures, detail):
 
 
 def test_a_benchmark_is_told_device_and_report_and_what_it_says_is_logged(checkout):
-    for name in ("step.py", "input.py"):
-        (checkout / "benchmarks" / name).write_text(_script(True, 0))
+    (checkout / "benchmarks" / "gpu_step.py").write_text(_script(True, 0))
     _run_part(checkout, "step")
-    log = (checkout.parent / "log").read_text()
+    log = (checkout.parent / "gpu.log").read_text()
     assert "===== step:" in log
     assert "'--device', 'cpu', '--quick'" in log
-    assert "--quick" not in gpu.benchmark_command("step", "cuda", Path("report"))
-    assert "--quick" in gpu.benchmark_command("input", "cuda", Path("report"))  # the whole takes too long
+
+
+def test_on_a_gpu_a_benchmark_is_told_how_long_it_may_take(monkeypatch):
+    command = benchmark_command("optim", "cuda", Path("report"), 100.0, Path("out"))
+    assert command[1:] == ["benchmarks/optim.py", "--json", "report", "--device", "cuda", "--budget", "82"]
+    for installed in (True, False):
+        monkeypatch.setattr(gpu_parts, "find_spec", lambda name, found=installed: object() if found else None)
+        command = benchmark_command("step", "cuda", Path("report"), 100.0, Path("out"))
+        assert ("out/step.png" in command) == installed  # drawn with matplotlib
+
+
+def test_every_part_takes_its_budget():
+    """What it would do on a GPU, up to where it looks for one."""
+    for name in gpu_parts.WEIGHTS.keys() - {"tests"}:
+        command = benchmark_command(name, "cuda", Path("report.json"), 100.0, Path("."))
+        source = (ROOT / command[1]).read_text()
+        assert "add_budget(options)" in source, name
+        assert "Budget(args.budget)" in source, name
 
 
 def test_a_part_that_hangs_is_ended_with_its_children(checkout, monkeypatch):
-    monkeypatch.setattr(gpu, "LEAST_S", 0.1)
+    monkeypatch.setattr(gpu_parts, "LEAST_S", 0.1)
     child = "child = subprocess.Popen(['sleep', '300'])\nprint('pid', child.pid, flush=True)\ntime.sleep(300)"
-    (checkout / "benchmarks" / "input.py").write_text(_script(True, 0, before_exit=child))
+    (checkout / "benchmarks" / "gpu_input.py").write_text(_script(True, 0, before_exit=child))
     result = _run_part(checkout, "input", share=3.0)
     assert result.status == "timeout"
     assert len(result.figures) == 1  # what it wrote before it hung is kept
@@ -104,7 +126,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_part_that_is_not_there_or_has_no_time_is_not_passed(checkout):
-    (checkout / "benchmarks" / "input.py").write_text(_script(True, 0))
+    (checkout / "benchmarks" / "gpu_input.py").write_text(_script(True, 0))
     assert _run_part(checkout, "optim").status == "absent"
     assert _run_part(checkout, "tests").status == "absent"
     assert _run_part(checkout, "input", share=0.5).status == "no time"
@@ -118,7 +140,9 @@ def test_a_part_that_is_not_there_or_has_no_time_is_not_passed(checkout):
         ("pytest.skip('no')", "skipped", (0, 0, 1)),
     ],
 )
-def test_what_becomes_of_the_tests(checkout, body, status, counts):
+def test_what_becomes_of_the_tests(checkout, monkeypatch, body, status, counts):
+    shutil.copy(ROOT / "benchmarks" / "pytest_deadline.py", checkout / "benchmarks")
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)  # without pytest-xdist
     (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
     test = f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {body}\ndef test_other():\n    1 / 0\n"
     (checkout / "tests" / "test_it.py").write_text(test)
@@ -127,6 +151,20 @@ def test_what_becomes_of_the_tests(checkout, body, status, counts):
     assert result.status == status
     assert (result.tests["passed"], result.tests["failed"], result.tests["skipped"]) == counts
     assert result.tests["failures"] == (["tests.test_it::test_it"] if status == "failed" else [])
+
+
+def test_tests_that_no_time_is_left_for_are_counted(checkout, monkeypatch):
+    """Also with workers of pytest-xdist, which are told by the environment."""
+    shutil.copy(ROOT / "benchmarks" / "pytest_deadline.py", checkout / "benchmarks")
+    (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
+    body = "import os, pytest\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(6))\ndef test_it(n):\n"
+    body += f"    os.environ[{UNTIL!r}] = '0'  # in this process time is up\n"
+    (checkout / "tests" / "test_it.py").write_text(body)
+    monkeypatch.setattr(gpu_parts, "WORKERS", 2)
+    result = _run_part(checkout, "tests")
+    assert (result.status, result.tests["failed"]) == ("no time", 0), result.output_tail
+    assert result.tests["passed"] in (1, 2)  # one in each worker
+    assert result.tests["passed"] + result.tests["no_time"] == 6
 
 
 @pytest.mark.parametrize(
@@ -142,7 +180,7 @@ def test_what_becomes_of_the_tests(checkout, body, status, counts):
     ],
 )
 def test_exit_codes(statuses, code):
-    assert gpu.exit_code([gpu.Result("x", status) for status in statuses]) == code
+    assert gpu.exit_code([Result("x", status) for status in statuses]) == code
 
 
 def _gpu(root: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -152,18 +190,18 @@ def _gpu(root: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str
 
 def test_a_whole_run_from_a_bare_checkout(tmp_path):
     """Real frame, real ceilings, one part of each fate; packages that a GPU machine may lack are hidden."""
-    for name in ("typer", "torchdata", "matplotlib"):
+    for name in ("msgspec", "typer", "xxhash", "torchdata", "matplotlib"):
         hidden = tmp_path / "hidden" / f"{name}.py"
         hidden.parent.mkdir(exist_ok=True)
         hidden.write_text(f"raise ModuleNotFoundError('hidden', name={name!r})")
     root = tmp_path / "checkout"
     (root / "benchmarks").mkdir(parents=True)
-    for name in ("ceilings", "figure", "gpu", "harness", "machine"):
+    for name in BARE:
         shutil.copy(ROOT / "benchmarks" / f"{name}.py", root / "benchmarks")
     shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "benchmarks" / "kernels.py").write_text("import os; os.abort()")
-    (root / "benchmarks" / "checkpoint.py").write_text(_script(False, 3))
-    (root / "benchmarks" / "step.py").write_text(_script(True, 0))
+    (root / "benchmarks" / "gpu_checkpoint.py").write_text(_script(False, 3))
+    (root / "benchmarks" / "gpu_step.py").write_text(_script(True, 0))
 
     done = _gpu(root, "--out", str(tmp_path / "out"), "--allow-cpu", PYTHONPATH=str(tmp_path / "hidden"))
     assert done.returncode == 1, done.stdout + done.stderr
@@ -176,6 +214,7 @@ def test_a_whole_run_from_a_bare_checkout(tmp_path):
         "input": "absent",
         "checkpoint": "missed",
         "step": "passed",
+        "meter": "absent",
     }
     assert {figure["name"] for figure in report["parts"][0]["figures"]} == {"copy", "bf16 matmul"}
     assert "SIGABRT" in report["parts"][2]["detail"]
@@ -183,6 +222,7 @@ def test_a_whole_run_from_a_bare_checkout(tmp_path):
     assert (report["hardware"]["gpus"], report["commit"]) == ([], "unknown")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu.json", "gpu.log", "gpu.txt"]
     assert "SIGABRT" in done.stdout
+    assert "goals: 1 of 2 met" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 import optim
 import optim_convergence
+from budget import Budget
 
 
 def run(monkeypatch: pytest.MonkeyPatch, module: object, *options: str) -> int:
@@ -31,7 +32,7 @@ def test_what_a_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same code with small sets on the CPU: every figure has its peer, its share and its goal."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * 10**7, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    figures = {figure.name: figure for figure in optim.on_gpu(torch.device("cpu"), quick=True)}
+    figures = {figure.name: figure for figure in optim.on_gpu(torch.device("cpu"), True, Budget(None))}
     assert figures["5,000 small in 200 groups with clipping, ms"].ratio_limit == pytest.approx(1 / 3)
     assert figures["one tensor beside foreach, ms"].peer == "foreach"
     assert figures["7B layers, share of copy bandwidth"].limit == 90

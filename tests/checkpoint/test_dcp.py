@@ -5,6 +5,7 @@ import pickle
 import threading
 from collections import Counter, deque
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -423,7 +424,9 @@ def test_one_writer_and_one_reader_serve_many_checkpoints(tmp_path):
         ("runs/step-01", ValueError, "ends in step-"),
         ("", ValueError, "is no path"),
         (3, TypeError, "checkpoint_id=3: give a path"),
-        ("s3://bucket/step-1", NotImplementedError, "object stores"),
+        ("memory://bucket/run", ValueError, "ends in step-"),
+        ("nosuch://bucket/step-1", ValueError, "nosuch"),
+        (Path("s3://bucket/step-1"), NotImplementedError, "give it as text"),
     ],
 )
 def test_a_wrong_path_is_an_error_at_once(make, path, error, match):
@@ -434,6 +437,8 @@ def test_a_wrong_path_is_an_error_at_once(make, path, error, match):
     assert make.validate_checkpoint_id(path) is False
     assert make.validate_checkpoint_id("a/step-0") is True
     assert make("a/step-0").checkpoint_id == "a/step-0"
+    assert make("memory://a/step-0").checkpoint_id == "memory://a/step-0"
+    assert make("file:///a/step-0").checkpoint_id == "/a/step-0"
     assert make().checkpoint_id is None
 
 

@@ -23,10 +23,12 @@ from overlapkit.checkpoint import (
     SafetensorsSavePlanner,
     SafetensorsWriter,
 )
+from overlapkit.checkpoint.dcp.place import Place
 from overlapkit.checkpoint.dcp.saving import Saving
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.fileplan import BLOCK
 from tests.checkpoint.faults import Faulty, full_disk
+from tests.checkpoint.remote import injected  # noqa: F401  registers disk://
 from tests.ranks import one_rank_group, run_ranks
 
 
@@ -83,7 +85,7 @@ def save_trained(rank, directory, kind=None):
     train(model, optimizer)
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
-    dcp.save(state, storage_writer=SafetensorsWriter(directory / "step-3"), planner=SafetensorsSavePlanner())
+    dcp.save(state, storage_writer=SafetensorsWriter(f"{directory}/step-3"), planner=SafetensorsSavePlanner())
     return full(state), moments["param_groups"]
 
 
@@ -91,7 +93,7 @@ def load_into_new(rank, directory, kind=None):
     model, optimizer = build(2, shards(dist.get_world_size(), kind))
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
-    dcp.load(state, storage_reader=SafetensorsReader(directory / "step-3"), planner=SafetensorsLoadPlanner())
+    dcp.load(state, storage_reader=SafetensorsReader(f"{directory}/step-3"), planner=SafetensorsLoadPlanner())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     weights, moments = get_state_dict(model, optimizer)
     return full({"model": weights, "optimizer": moments}), moments["param_groups"]
@@ -106,16 +108,24 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize(
-    ("saved_on", "loaded_on", "kind"),
-    [(2, 2, None), (2, 1, None), (1, 2, None), (3, 2, None), (4, 2, "hsdp")],
+    ("saved_on", "loaded_on", "kind", "where"),
+    [
+        (2, 2, None, ""),
+        (2, 1, None, ""),
+        (1, 2, None, ""),
+        (3, 2, None, ""),
+        (4, 2, "hsdp", ""),
+        (2, 3, None, "disk://"),
+    ],
 )
-def test_fsdp_and_its_optimizer_come_back_on_any_number_of_ranks(tmp_path, saved_on, loaded_on, kind):
-    saved = run_ranks(saved_on, save_trained, tmp_path, kind)
-    loaded = run_ranks(loaded_on, load_into_new, tmp_path, kind)
+def test_fsdp_and_its_optimizer_come_back_on_any_number_of_ranks(tmp_path, saved_on, loaded_on, kind, where):
+    directory = f"{where}{tmp_path}"
+    saved = run_ranks(saved_on, save_trained, directory, kind)
+    loaded = run_ranks(loaded_on, load_into_new, directory, kind)
     assert len(saved[0][0]) == 10 + 6 * 3
     for result in [*saved[1:], *loaded]:
         assert_equal(saved[0], result)
-    with Checkpointer(tmp_path) as checkpointer:
+    with Checkpointer(directory) as checkpointer:
         checkpointer.verify(3)
 
 
@@ -345,7 +355,7 @@ def test_one_ranks_full_disk_fails_the_save_on_all_and_the_next_one_is_clean(tmp
         writer._disk = Disk()
         dist.barrier()
         dcp.save(state, storage_writer=writer)  # again, with the one that failed
-        assert failed is None or failed._lock is None
+        assert failed is None or failed._save._lock is None
         dist.barrier()
         dcp.save(state, storage_writer=SafetensorsWriter(tmp_path / "step-2"))
 
@@ -468,7 +478,7 @@ def test_nothing_stays_in_the_store(tmp_path):
         for step in range(4):
             dcp.save(some_state(rank), storage_writer=SafetensorsWriter(tmp_path / f"step-{step}"))
             store = dist.distributed_c10d._get_default_store()
-            counts.append(sum(store.check([Saving(tmp_path / f"step-{i}", 0)._key]) for i in range(4)))
+            counts.append(sum(store.check([Saving(Place(tmp_path, i), 0, Disk())._key]) for i in range(4)))
             dist.barrier()
         return counts
 

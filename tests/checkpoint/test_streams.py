@@ -21,14 +21,18 @@ def _any_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "check_tensor", lambda path, tensor: None)  # the fake's are a subclass
 
 
-def train(machine: FakeCuda, directory: Path, stage: Any, in_flight: int = 1) -> None:
+def train(
+    machine: FakeCuda, directory: Path, stage: Any, in_flight: int = 1, held: threading.Event | None = None
+) -> None:
+    """Five steps, a save after each; with `held` the writer begins with none of them before that is set."""
     torch.manual_seed(0)
-    machine.latency_s = 0.02  # the writer's wait must not stand in for the optimizer's
     net = module_on_device(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
     loose = on_device(torch.zeros(7))
     opt = ok.AdamW(net.parameters(), lr=0.1, max_norm=1.0)
     at_save: dict[int, list[torch.Tensor]] = {}
     with ok.Checkpointer(directory, stage=stage, in_flight=in_flight) as ckpt:
+        if held is not None:
+            ckpt._writer.submit(lambda: held.wait(30))
         for step in range(5):
             net(on_device(torch.randn(4, 3))).sum().backward()
             opt.step()
@@ -36,6 +40,8 @@ def train(machine: FakeCuda, directory: Path, stage: Any, in_flight: int = 1) ->
             loose.add_(1)
             at_save[step] = [p.detach().raw.clone() for p in net.parameters()] + [loose.raw.clone()]
             ckpt.save(step, {"net": net, "opt": opt, "loose": loose})
+        if held is not None:
+            held.set()
         ckpt.wait()
     for step, expected in at_save.items():
         there = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
@@ -57,12 +63,19 @@ def test_every_order_holds(tmp_path: Path, stage: str, in_flight: int) -> None:
 
 
 @pytest.mark.usefixtures("_any_tensor")
+def test_the_optimizer_waits_itself_where_the_writer_has_not_begun(tmp_path: Path) -> None:
+    with fake_cuda() as machine, kernels_on(machine):
+        train(machine, tmp_path, "late", in_flight=5, held=threading.Event())
+        assert machine.faults == []
+
+
+@pytest.mark.usefixtures("_any_tensor")
 def test_the_recorder_sees_an_optimizer_that_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stager, "_order", lambda stager, staging: None)
     with fake_cuda() as machine, kernels_on(machine):
-        train(machine, tmp_path, "late")
+        train(machine, tmp_path, "late", in_flight=5, held=threading.Event())
         assert any("written" in fault for fault in machine.faults)
 
 

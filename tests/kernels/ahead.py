@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,8 +35,16 @@ class Launch:
     kernel: Kernel
     grid: int
     args: tuple[Any, ...]
-    options: dict[str, int]
+    warps: int
+    resident: bool
     constants: dict[str, Any]
+    by_rule: bool
+    """Whether launch.tile's own rule chose it, and not one of autotune's candidates."""
+
+    @property
+    def name(self) -> str:
+        """As in `norm_forward._forward`."""
+        return f"{self.kernel.fn.__module__.rpartition('.')[2]}.{self.kernel.__name__}"
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -45,19 +53,31 @@ class Launch:
         kinds = [
             (self._type(value), self._divisible(value)) for _, value in zip(names, self.args, strict=False)
         ]
-        return self.kernel, *kinds, *self.options.items(), *self.constants.items()
+        return self.kernel, *kinds, self.warps, self.resident, *self.constants.items()
 
-    def compile(self, capability: int) -> Any:
-        """The triton.compiler.CompiledKernel for sm_<capability>, with what a real launch specialises on.
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """What launch code chose: the kernel, dtypes, warps and constants, whatever the numbers are."""
+        names = self.kernel.compiled.arg_names
+        types = {
+            name: _TYPES[value.dtype]
+            for name, value in zip(names, self.args, strict=False)
+            if isinstance(value, torch.Tensor)
+        }
+        return {"kernel": self.name, "warps": self.warps, "resident": self.resident} | types | self.constants
+
+    def compile(self, architecture: int | str) -> Any:
+        """The triton.compiler.CompiledKernel for sm_<architecture> or gfx..., specialised as a launch does.
 
         Pointers are taken as aligned; integers divisible by 16 are marked so, and a 1 becomes a constant.
         """
-        key = (capability, *self.key)
+        key = (architecture, *self.key)
         if key not in _compiled:
-            _compiled[key] = self._compile(capability)
+            _compiled[key] = self.compile_anew(architecture)
         return _compiled[key]
 
-    def _compile(self, capability: int) -> Any:
+    def compile_anew(self, architecture: int | str) -> Any:
+        """`compile`, which keeps nothing in this process."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -74,8 +94,10 @@ class Launch:
             signature[name] = "constexpr"
             constants[(fn.arg_names.index(name),)] = value
         source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes)
-        target = GPUTarget("cuda", capability, 32)
-        return triton.compile(source, target=target, options=self.options)
+        amd = isinstance(architecture, str)
+        target = GPUTarget("hip", architecture, 64) if amd else GPUTarget("cuda", architecture, 32)
+        options = launch.options(self.warps, self.resident, amd=amd)
+        return triton.compile(source, target=target, options=options)
 
     @staticmethod
     def _divisible(value: Any) -> bool:
@@ -100,11 +122,41 @@ def recorded() -> Iterator[list[Launch]]:
     def record(
         self: Kernel, grid: int, *args: Any, warps: int, resident: bool = False, **constants: Any
     ) -> None:
-        launches.append(Launch(self, grid, args, launch.options(warps, resident), constants))
+        by_rule = getattr(launch._chosen, "choice", launch.BY_RULE) == launch.BY_RULE
+        launches.append(Launch(self, grid, args, warps, resident, constants, by_rule))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Kernel, "launch", record)
         yield launches
+
+
+class Resources(NamedTuple):
+    """What a program needs of a processor.
+
+    Attributes:
+        registers: A thread's.
+        spills: Bytes of a thread's memory for what did not fit into them: stack and local memory, or scratch
+            on AMD (whose scalar registers spill into vector registers: those are counted there).
+        shared: Bytes of shared memory.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+
+
+SHARED_AT_MOST = {80: 166_912, 90: 232_448, 100: 232_448, "gfx942": 65_536}
+"""Bytes of shared memory that a program can have: the CUDA programming guide's table of compute capabilities,
+and the CDNA 3 instruction set's local data share. Its keys are what is compiled for."""
+
+
+def needed(compiled: Any) -> Resources:
+    """Read from a compiled kernel's binary, or from the metadata in AMD's assembly."""
+    if "cubin" in compiled.asm:
+        used = resources(compiled.asm["cubin"])
+        return Resources(used["REG"], used["STACK"] + used["LOCAL"], compiled.metadata.shared)
+    said = {k: int(v) for k, v in re.findall(r"^\s+\.(\w+):\s+(\d+)$", compiled.asm["amdgcn"], re.MULTILINE)}
+    return Resources(said["vgpr_count"], said["private_segment_fixed_size"], compiled.metadata.shared)
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from overlapkit import kernels
 from tests.kernels.judge import compare, run
+from tests.on_gpu import assert_flat, no_waits, spin
 
 pytestmark = pytest.mark.gpu
 
@@ -170,11 +171,8 @@ def test_a_device_that_is_not_current(name: str) -> None:
 def without_waiting(fn: Callable[[], Any]) -> Any:
     fn()  # compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         return fn()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -213,6 +211,41 @@ def test_linear_cross_entropy_keeps_to_its_budget(reduction: str) -> None:
     step()
     gradients = 2 * 2 * x.numel() + (4 + 2) * w.numel()
     assert torch.cuda.max_memory_allocated() - before < budget + gradients + 2**22
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_on_the_current_stream_and_nowhere_else(name: str) -> None:
+    """Inputs hold NaN until a kernel that comes late; results hold it again once they were copied."""
+    ours, _, inputs, grads = case(name, 65, 1000, torch.float32)
+    expected = [result.clone() for result in run(ours, inputs, grads)]  # one may be of `grads` itself
+    good = [x.detach().clone() for x in inputs]
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        for x in inputs:
+            x.fill_(float("nan"))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        spin()
+        with torch.no_grad():
+            for x, value in zip(inputs, good, strict=True):
+                x.copy_(value)
+        results = run(ours, inputs, grads)
+        found = [result.clone() for result in results]
+        for result in results:
+            result.fill_(float("nan"))
+    torch.cuda.current_stream().wait_stream(side)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_memory_is_flat() -> None:
+    cases = [case(name, 65, 1000, torch.bfloat16) for name in NAMES]
+
+    def step() -> None:
+        for ours, _, inputs, grads in cases:
+            run(ours, inputs, grads)
+
+    assert_flat(step)
 
 
 @pytest.mark.parametrize("name", NAMES)

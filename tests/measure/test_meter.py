@@ -12,6 +12,7 @@ from overlapkit.measure import meter as module
 from overlapkit.measure.summary import PARTS
 from overlapkit.span import Span, SpanLog
 from tests.fake_clock import FakeClock, FakeComponent
+from tests.on_gpu import assert_flat, no_waits, spin
 
 MS = 1_000_000
 
@@ -630,19 +631,34 @@ def test_on_a_gpu_nothing_synchronises_and_the_phases_are_the_devices():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     meter = StepMeter(model, optimizer)
     x = torch.randn(512, 1024, device=device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(10):
             with meter.step():
-                torch.cuda._sleep(10_000_000)  # the host is far ahead: none of this is input or idle time
+                spin()  # the host is far ahead: none of this is input or idle time
                 model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize(device)
     report = meter.report()
     assert report.device == str(device)
     assert report.steps == 9
     assert all(is_whole(record) and record.forward > 0 and record.backward > 0 for record in report.records)
     assert report.peak_memory > 8 * 1024 * 1024 * 4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_is_flat():
+    model = nn.Linear(256, 256).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    meter = StepMeter(model, optimizer, history=50)
+    x = torch.randn(64, 256, device="cuda")
+
+    def step():
+        with meter.step():
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            meter.log(loss=loss)
+
+    assert_flat(step)
+    meter.close()

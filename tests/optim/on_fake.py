@@ -1,7 +1,7 @@
 """The optimizer's kernels on the recorder of streams: launched as on a GPU, run in Triton's interpreter."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,22 +16,26 @@ from tests.interpreter import interpreter
 def kernels_on(machine: FakeCuda) -> Iterator[list[str]]:
     """Run kernels for device tensors; yields the names of those launched.
 
-    The update is recorded as a write of all that its table names, since no torch operator tells of it.
+    What a kernel is given counts as written, and of the update also all that its table names, since no torch
+    operator tells of it.
     """
     names: list[str] = []
     update = launcher.update
 
     def run(self: launch.Kernel, grid: int, *args: Any, warps: int, resident: bool, **constants: Any) -> None:
         names.append(self.__name__)
-        machine.stream.launch()
+        note(arg for arg in args if isinstance(arg, CudaTensor))
         raw = [a.raw if isinstance(a, CudaTensor) else a for a in args]
         self.interpreted[(grid,)](*raw, **constants)
 
-    def recorded(table: Table, *args: Any) -> None:
+    def note(tensors: Iterable[Any]) -> None:
         clock = machine.stream.launch()
-        for tensor in table.tensors:
+        for tensor in tensors:
             if isinstance(tensor, CudaTensor) and tensor.numel():
                 machine.access(machine.stream.name, clock, machine.memory_of(tensor), write=True)
+
+    def recorded(table: Table, *args: Any) -> None:
+        note(table.tensors)
         update(table, *args)
 
     with (

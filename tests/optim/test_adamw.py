@@ -1,6 +1,7 @@
 """AdamW against torch.optim.AdamW (bitwise), an fp64 reference of the paper, and torch's own clipping."""
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -328,6 +329,28 @@ def test_global_norm_of_nothing_and_of_odd_shapes() -> None:
     assert global_norm(grads).item() == 5
     clip_by_global_norm_(grads, 2.5, global_norm(grads))
     assert global_norm(grads).item() == pytest.approx(2.5)
+
+
+def test_a_table_is_not_used_again_while_another_stream_reads_it() -> None:
+    """Made on one stream, read on another one, where the next one takes its place and it is freed."""
+    with fake_cuda() as machine, kernels_on(machine):
+        there = module_on_device(model())
+        opt = ok.AdamW(there.parameters())
+        kept = [on_device(torch.ones_like(p.raw)) for p in there.parameters()]
+        for p, grad in zip(there.parameters(), kept, strict=True):
+            p.grad = grad
+        opt.step()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            opt.step()
+            opt.param_groups[0]["lr"] = 0.1
+            opt.step()
+            opt.load_state_dict(opt.state_dict())
+            opt.step()
+        gc.collect()
+        assert machine.faults == []
+        torch.cuda.current_stream().wait_stream(side)
 
 
 def test_scheduling_on_a_gpu_waits_for_nothing() -> None:

@@ -1,5 +1,6 @@
 """The compiled optimizer, on a GPU: torch's results, no waits, CUDA graphs, sizes."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 import overlapkit as ok
-from overlapkit.optim import clip_grad_norm_
+from overlapkit.optim import clip_grad_norm_, optimizer_in_backward
+from tests.on_gpu import assert_flat, no_waits, spin
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +107,83 @@ def test_captured_in_a_cuda_graph(options: dict[str, Any], dtype: torch.dtype) -
     give(ours, 9)  # eager steps go on beside the graph, at other addresses
     a.step()
     assert a.state[ours[0]]["step"].item() == 5
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize(("options", "dtype"), FORMS, ids=str)
+def test_no_form_waits_for_the_device(
+    options: dict[str, Any], dtype: torch.dtype, max_norm: float | None
+) -> None:
+    params = parameters(dtype)
+    optimizer = ok.AdamW(params, max_norm=max_norm, **options)
+    give(params, 0)
+    optimizer.step()  # compiles
+    for step in range(1, 4):
+        give(params, step)  # new gradients, at other addresses
+        with no_waits():
+            spin()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(param.isfinite().all() for param in params)
+
+
+def test_a_step_reads_gradients_and_writes_parameters_in_the_order_of_its_stream() -> None:
+    """Gradients hold NaN until a kernel that comes late, and again right after the step."""
+    ours, theirs = parameters(), parameters()
+    a, b = ok.AdamW(ours, max_norm=0.5), ok.AdamW(theirs, max_norm=0.5)
+    for params in (ours, theirs):
+        give(params, 0)
+    a.step()
+    b.step()
+    side = torch.cuda.Stream()
+    for step in range(1, 4):
+        give(theirs, step)
+        fresh = [param.grad.clone() for param in theirs]
+        b.step()
+        for param in ours:
+            param.grad.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            spin()
+            for param, grad in zip(ours, fresh, strict=True):
+                param.grad.copy_(grad)
+            a.step()
+            for param in ours:
+                param.grad.fill_(float("nan"))
+        torch.cuda.current_stream().wait_stream(side)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("options", "dtype"), FORMS, ids=str)
+def test_memory_is_flat(options: dict[str, Any], dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    optimizer = ok.AdamW(params, max_norm=0.5, **options)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.full_like(param, 1e-3)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    assert_flat(step)
+
+
+def test_steps_within_backward_are_those_after_it_and_wait_for_nothing() -> None:
+    models = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(8, 64, device="cuda")
+    within = optimizer_in_backward(models[0], lr=1e-2)
+    after = ok.AdamW(models[1].parameters(), lr=1e-2)
+    for step in range(4):
+        with no_waits() if step else nullcontext():  # the first one compiles
+            spin()
+            models[0](x).square().mean().backward()
+            within.step()
+        assert all(param.grad is None for param in models[0].parameters())
+        models[1](x).square().mean().backward()
+        after.step()
+        after.zero_grad()
+    torch.testing.assert_close(list(models[0].parameters()), list(models[1].parameters()), rtol=0, atol=1e-6)
 
 
 def test_a_capture_without_capturable_is_refused() -> None:

@@ -125,6 +125,24 @@ def test_fp32_moments_of_bf16_parameters_stay_fp32_and_torchs_bf16_ones_become_i
         assert not other.state[param]["remainder"].any()
 
 
+def test_a_step_that_is_counted_in_the_group_is_taken() -> None:
+    """As apex's FusedAdam has it: from 0 again, bias correction would multiply the next updates."""
+    net = model(torch.float32)
+    optimizer, saved = ok.AdamW(net.parameters()), torch.optim.AdamW(net.parameters())
+    train(net, saved, range(3))
+    state = copy.deepcopy(saved.state_dict())
+    for group in state["param_groups"]:
+        group["step"] = 3
+    for one in state["state"].values():
+        del one["step"]
+    optimizer.load_state_dict(state)
+    assert [optimizer.state[p]["step"].item() for p in net.parameters()] == [3] * 5
+    assert "step" not in optimizer.param_groups[0]  # nobody would count it on
+    del state["param_groups"][0]["step"]
+    with pytest.raises(ValueError, match="no 'step' for a parameter of shape"):
+        optimizer.load_state_dict(state)
+
+
 def test_old_and_foreign_forms_of_states_are_taken_and_wrong_ones_refused() -> None:
     net = model(torch.float32)
     optimizer = ok.AdamW(net.parameters(), amsgrad=True)

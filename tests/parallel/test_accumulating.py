@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 import overlapkit as ok
 from overlapkit.optim import clip_grad_norm_
 from overlapkit.parallel import recompute, weights
+from overlapkit.parallel.synchronizers import groups_of
 from tests.cuda_fake import fake_cuda, on_device
 from tests.parallel.collectives import Collectives
-from tests.parallel.models import VOCABULARY, gpt
+from tests.parallel.models import VOCABULARY, ZEROS_FOR_UNUSED, gpt
 from tests.ranks import RanksFailed, one_rank_group, run_ranks
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -300,7 +301,7 @@ def _switches(model: nn.Module) -> list[Any]:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             found.append(state._state_ctx.is_last_backward)
-            for group in state._fsdp_param_groups:
+            for group in groups_of(module):
                 found += [group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward]
                 found += [group.is_sharded]
     return found
@@ -433,6 +434,7 @@ def test_a_parameter_that_is_used_in_the_last_microbatch_only():
     assert run_ranks(2, job) == [[[2.0, 1.0, None]] * 2] * 2
 
 
+@ZEROS_FOR_UNUSED
 def test_a_parameter_that_a_rank_never_uses_beside_others_that_it_does():
     """The zero that stands for its gradient was bf16, and the others' were fp32 by then."""
 
@@ -505,8 +507,9 @@ def test_with_a_scaler_and_a_clipping_optimizer():
 
 
 @pytest.mark.parametrize("on_the_gpu", [False, True])
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_on_a_gpu_the_host_waits_for_nothing_until_it_checks(
-    on_the_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    on_the_gpu: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Rank 0 of 2, with 3 and 1 of 10 tokens: every access is ordered, and nobody waits for the device."""
 
@@ -532,7 +535,7 @@ def test_on_a_gpu_the_host_waits_for_nothing_until_it_checks(
     weights._beside.cache_clear()
     kept, host = [], weights._host  # the allocator of page-locked memory does not reuse it too early
     monkeypatch.setattr(weights, "_host", lambda *args: kept.append(host(*args)) or kept[-1])
-    with fake_cuda() as machine:
+    with fake_cuda(seed) as machine:
         tokens = [on_device(torch.tensor(3)), on_device(torch.tensor(1))] if on_the_gpu else [3, 1]
         parts = SimpleNamespace(groups=[object()], divisor=2.0, device=torch.device("cuda", 0))
         roll = SimpleNamespace(naming=lambda what: nullcontext())

@@ -223,21 +223,21 @@ def test_what_counts_as_only_named():
 # CUDA: the real FSDP2 needs one; the fake drives the collectives as FSDP2 does.
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(params=[None, 1, 2])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     def copy(output: torch.Tensor, given: torch.Tensor, **options: Any) -> None:
         output.copy_(given)
 
     monkeypatch.setattr("overlapkit.parallel.collectives.all_gather", copy)
     monkeypatch.setattr("overlapkit.parallel.collectives.reduce_scatter", copy)
     monkeypatch.setattr("overlapkit.parallel.collectives.group_name", lambda group: "")
-    with fake_cuda() as machine:
+    with fake_cuda(request.param) as machine:
         yield machine
         assert machine.faults == []
 
 
 def _taken(traffic: Traffic) -> list[Any]:
-    return [span for _ in range(6) for span in traffic.log.take()]  # events answer late
+    return [span for _ in range(12) for span in traffic.log.take()]  # events answer late
 
 
 def _gather_as_fsdp2(gather: AllGather, stream: Any, *, prefetched: bool, arrive: Any) -> None:
@@ -348,6 +348,73 @@ def test_reductions_on_a_device_and_the_tail_behind_them(machine: FakeCuda, copi
         assert found["all_reduce a"].bytes == 16
         assert found["all_reduce b"].end <= found["all_reduce a"].start
     kept.clear()
+
+
+class Queued:
+    """Work on a stream of the backend's own, 1000 s long; `get_future().wait` is the current stream's."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(1_000_000_000_000)
+
+    def get_future(self) -> "Queued":
+        return self
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def test_a_gather_that_the_backend_queues_is_timed_from_its_turn_to_its_end(
+    machine: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("overlapkit.parallel.collectives.all_gather", lambda *args, **options: Queued())
+    traffic, computing = Traffic(), torch.cuda.current_stream()
+    gather, output = AllGather("a", (), 0, traffic), on_device(torch.zeros(4))
+    torch.cuda._sleep(2_000_000_000_000)
+    before = computing.busy_until
+    assert isinstance(gather(output, output, None, async_op=True), Queued)
+    assert computing.busy_until < before + 900e3, "the step's own stream waits for nothing"
+    arrived = traffic.log.mark(computing)
+    traffic.log.between("communication", "waited", computing, (arrived, gather.waits.gathered))
+    (span, waited) = sorted(_taken(traffic), key=lambda span: span.name)
+    assert 900e9 < span.end - span.start < 1100e9
+    assert waited.end >= span.end
+
+
+class Late(dist.Work):
+    """Its output is there when somebody has waited for it."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.output.fill_(7.0)
+        return True
+
+
+def test_a_backend_that_is_not_gloo_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    def job(rank: int) -> list[float]:
+        for name in ("all_gather", "reduce_scatter"):
+            monkeypatch.setattr(
+                f"overlapkit.parallel.collectives.{name}", lambda output, given, **options: Late(output)
+            )
+        monkeypatch.setattr(exchange, "direct", lambda group: False)
+        traffic, mesh = Traffic(), mock.Mock(ndim=2)
+        gathered, scattered, mine = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+        AllGather("a", (), 0, traffic)(gathered, mine, dist.group.WORLD).wait()
+        ReduceScatter("a", {}, 0, traffic, mesh)(scattered, mine, dist.group.WORLD, dist.ReduceOp.AVG)
+        return [gathered.item(), scattered.item()]
+
+    assert run_ranks(1, job) == [[7.0, 7.0]]
+
+
+def test_a_reduction_outside_of_any_backward_is_waited_for_at_once():
+    waited: list[bool] = []
+    Traffic().wait_late(mock.Mock(wait=lambda: waited.append(True)))
+    assert waited == [True]
 
 
 def _on_a_gpu(rank: int) -> list[tuple[str, Any, bool]]:

@@ -127,6 +127,8 @@ def read_manifest(folder: Path) -> Manifest:
             )
         inner = document["checkpoint"]
         hash = document.get("hash", "crc32")  # version 1 does not name it
+        if sound and hash == "xxh3_128" and hash not in HASHES:
+            raise CheckpointError(f"{path}: its checksums are {hash}, which xxhash makes: pip install xxhash")
         HASHES[hash]
         save = inner.get("save", "")
         found = Manifest(folder, inner["step"], inner["world"], inner["files"], hash, inner["metrics"], save)

@@ -199,8 +199,11 @@ class _Matcher:
         here = [name for group in ours for name in group["params"]]
         there = [name for group in theirs for name in group["params"]]
         ours_too, theirs_too = set(here), set(there)
+        stray = ", which no module in the state has: is it another model's optimizer?"
         self.plan.problems += [
-            f"missing: parameter {name!r} of {key!r}" for name in here if name not in theirs_too
+            f"missing: parameter {name!r} of {key!r}{stray if name.startswith('#') else ''}"
+            for name in here
+            if name not in theirs_too
         ]
         self.plan.problems += [
             f"unexpected: parameter {name!r} of {key!r}" for name in there if name not in ours_too

@@ -7,14 +7,18 @@ Progress = Callable[[int, int], None]
 
 
 class Count:
-    """Bytes done, out of a known total, told to whoever wants to know."""
+    """Bytes done, out of a known total, told to whoever wants to know.
+
+    Attributes:
+        done: So far; whoever begins something anew sets it back.
+    """
 
     def __init__(self, total: int, progress: Progress | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
+        self.done, self._total, self._progress = 0, total, progress
         self.add(0)
 
     def add(self, nbytes: int) -> None:
         """So many more are done."""
-        self._done += nbytes
+        self.done += nbytes
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._progress(self.done, self._total)

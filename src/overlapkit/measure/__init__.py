@@ -1,5 +1,8 @@
 """Measurement: what each lane of a training step still exposes, and what would hide it."""
 
+from typing import TYPE_CHECKING
+
+from overlapkit import _lazily
 from overlapkit.measure.across.hang import HANG_EXIT_CODE, HangReport
 from overlapkit.measure.compare import Comparison
 from overlapkit.measure.detail import StepDetail
@@ -9,8 +12,10 @@ from overlapkit.measure.progress import ProgressLine
 from overlapkit.measure.record import StepRecord
 from overlapkit.measure.report import StepReport
 from overlapkit.measure.tensorboard import TensorBoardWriter
-from overlapkit.measure.traces.explain import explain
 from overlapkit.measure.traces.opening import TraceError
+
+if TYPE_CHECKING:
+    from overlapkit.measure.traces.explain import explain
 
 __all__ = [
     "Comparison",
@@ -26,3 +31,5 @@ __all__ = [
     "collect_garbage",
     "explain",
 ]
+
+__getattr__ = _lazily(__name__, {"explain": "traces.explain"})  # msgspec is for those who read a trace

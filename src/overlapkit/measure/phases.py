@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from overlapkit.measure.compiled_call import unwatch, watch
 from overlapkit.measure.hooks import Hook, differentiable, nodes
 from overlapkit.measure.timeline import Timeline
 from overlapkit.optimizer_step import at_update
@@ -34,6 +35,7 @@ class Phases:
         self.close = False
         self.on_turn: Callable[[str, str], None] | None = None
         self._calls = 0  # of the model, one inside the other
+        self._model = model
         self._gradient_hook = Hook(self._on_gradient)
         self._hooks: list[Any] = []
         if model is not None:  # outermost: what a wrapper hooks in (FSDP2's all-gather) is part of the call
@@ -45,6 +47,8 @@ class Phases:
 
     def enter(self) -> None:
         """A step begins."""
+        if self._model is not None and self._model._compiled_call_impl is not None:
+            watch(self._model, self._on_call, self._on_return)
         self.inside = True
         self._calls = 0
         self.turn("inside")
@@ -76,6 +80,8 @@ class Phases:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._model is not None:
+            unwatch(self._model, self)
 
     def _on_call(self, module: nn.Module, args: object) -> None:
         self._calls += 1

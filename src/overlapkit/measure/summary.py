@@ -143,8 +143,11 @@ class Window:
         if missing is None and not self.records:
             return "no step has been measured yet"
         if missing is None and part in _LANE:
-            return "the model was not called" if part == "forward" else "no gradient reached its output"
+            return _NOT_CALLED if part == "forward" else "no gradient reached its output"
         return missing or "not measured in this window"
+
+
+_NOT_CALLED = "the model was not called: a meter belongs on what torch.compile(model) returned"
 
 
 def _mean(times: Sequence[int]) -> float | None:

@@ -66,7 +66,12 @@ def load(param: Tensor, form: Form, state: dict[str, Any], saved: dict[str, Any]
     Raises:
         ValueError: A tensor is missing or of another shape.
     """
-    step = saved.get("step", 0.0)
+    step = saved.get("step")
+    if step is None:  # a step counted from 0 again would make the next updates far too large
+        raise ValueError(
+            f"state_dict has no 'step' for a parameter of shape {tuple(param.shape)}, nor has its group: it "
+            "is not that of an AdamW"
+        )
     state["step"].copy_(step.reshape(()) if isinstance(step, Tensor) else torch.tensor(float(step)))
     if form.moments == INT8:
         m, v = (_moment(param, saved, name) for name in ("exp_avg", "exp_avg_sq"))

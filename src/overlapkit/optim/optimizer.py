@@ -224,9 +224,11 @@ class AdamW(Optimizer):
         self.state.update({param: values for param, values in before.items() if values})
         self._forget()
         for group in self.param_groups:
+            counted = {"step": step} if (step := group.pop("step", None)) is not None else {}  # apex's place
             for param in group["params"]:
                 saved = loaded.pop(param, None)
                 if saved:
+                    saved = counted | saved
                     form = self._form(param, group)
                     if not fits(self.state.get(param), param, form):
                         self.state.pop(param, None)

@@ -47,6 +47,7 @@ class Table:
         * What it holds of a tensor is right as long as addresses, dtypes and layouts are those it was made
           with: `fits` says so of gradients, and whoever makes it watches the rest.
         * A table that a CUDA graph has read is never written again.
+        * Its memory is not used again before each stream that has stepped with it is done.
 
     Attributes:
         tensors: All memory that the kernel reaches through it, gradients and hyperparameters included.
@@ -84,6 +85,7 @@ class Table:
         self.tensors: list[Tensor] = []
         self.live: Tensor | None = None
         self._spare: Tensor | None = None
+        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def _of_groups(self, groups: Sequence[dict[str, Any]]) -> tuple[list[list[int]], list[Tensor]]:
         """`_numbers`, kept as long as they are Python's and the same."""
@@ -114,6 +116,7 @@ class Table:
         max_norm: float | None,
     ) -> None:
         """Put in the gradients' addresses and the groups' numbers; copies nothing if they are as before."""
+        self._also_used_here()
         numbers, on_device = self._of_groups(groups)
         head = (len(grads), self.n_blocks, self.n_sums, max_norm or 0.0)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -134,6 +137,14 @@ class Table:
             self._spare = torch.empty(
                 len(words), dtype=torch.int64, pin_memory=True
             )  # none can be made while capturing
+
+    def _also_used_here(self) -> None:
+        """The loop steps on another stream than before: not only that it was allocated for uses it."""
+        if self._stream is not None and (here := torch.cuda.current_stream(self.device)) != self._stream:
+            self._stream = here
+            for tensor in (self.rows, self.live):
+                if tensor is not None:
+                    tensor.record_stream(here)
 
 
 def _plain_numbers(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | None:

@@ -1,45 +1,62 @@
-"""Where a checkpoint is: a path that ends in step-N, so that a Checkpointer of the folder above finds it."""
+"""Where a checkpoint is: a path or URL that ends in step-N, below a Checkpointer's directory."""
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
-from overlapkit.checkpoint.manifest import step_of
-from overlapkit.checkpoint.opening import check_path
+from overlapkit.checkpoint.manifest import step_name, step_of
+from overlapkit.checkpoint.opening import check_path, is_url
+from overlapkit.checkpoint.remote.store import place_of
 
 
-def checkpoint_path(checkpoint_id: object) -> Path:
-    """A checkpoint_id, or the path of a writer or reader, as a Path.
+class Place(NamedTuple):
+    """A checkpoint: the directory that it is in, and its step."""
+
+    root: Path
+    step: int
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint."""
+        return self.root / step_name(self.step)
+
+
+def checkpoint_place(checkpoint_id: object) -> Place:
+    """Where a checkpoint_id, or the path of a writer or reader, is.
 
     Raises:
         TypeError: It is no path.
-        ValueError: It does not end in step-N.
-        NotImplementedError: It is the URL of an object store.
+        ValueError: It does not end in step-N, or there is no such kind of store.
+        ImportError: What reads this kind of store is not installed.
     """
-    check_path("checkpoint_id", checkpoint_id)
-    path = Path(os.fsdecode(checkpoint_id))  # type: ignore[arg-type]  # check_path has looked
-    if step_of(path.name) is None:
+    if not is_url(checkpoint_id):
+        check_path("checkpoint_id", checkpoint_id)
+    text = os.fsdecode(checkpoint_id).rstrip("/")  # type: ignore[arg-type]  # check_path has looked
+    above, _, name = text.rpartition("/")
+    step = step_of(name)
+    if step is None:
         raise ValueError(
-            f"checkpoint_id={os.fspath(path)!r}: give a path that ends in step- and a number, such as "
-            f"{os.fspath(path / 'step-100')!r}: overlapkit knows checkpoints by their step"
+            f"checkpoint_id={text!r}: give a path that ends in step- and a number, such as "
+            f"'{text}/step-100': overlapkit knows checkpoints by their step"
         )
-    return path
+    return Place(place_of(above or ("/" if text.startswith("/") else ".")), step)
 
 
 class AtStep:
     """What DCP asks a writer and a reader about their place."""
 
-    _path: Path | None
+    _place: Place | None
 
     @property
     def checkpoint_id(self) -> str | None:
         """The checkpoint that is written or read; DCP's logs show it."""
-        return None if self._path is None else os.fspath(self._path)
+        return None if self._place is None else str(self._place.folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path that ends in step-N."""
+        """Whether it is a path or URL that ends in step-N."""
         try:
-            checkpoint_path(checkpoint_id)
-        except (TypeError, ValueError, NotImplementedError):
+            checkpoint_place(checkpoint_id)
+        except (TypeError, ValueError, NotImplementedError, ImportError):
             return False
         return True

@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +23,12 @@ from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.catalog import Catalog, Chunk, Saved
 from overlapkit.checkpoint.codec import encode
 from overlapkit.checkpoint.dcp.keys import Keys
-from overlapkit.checkpoint.dcp.place import AtStep, checkpoint_path
+from overlapkit.checkpoint.dcp.place import AtStep, Place, checkpoint_place
 from overlapkit.checkpoint.dcp.planner import SafetensorsLoadPlanner, misfit, refuse_tensor
 from overlapkit.checkpoint.errors import MismatchError
-from overlapkit.checkpoint.manifest import read_manifest, step_folders, step_of
+from overlapkit.checkpoint.manifest import read_manifest, step_folders
 from overlapkit.checkpoint.reader import Reader
+from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.device import has_process_group, rank_and_world
 
 
@@ -43,16 +43,16 @@ class SafetensorsReader(AtStep, StorageReader):
     `restore` changes nothing then.
 
     Args:
-        path: The checkpoint to read: a path that ends in step-N. None where `checkpoint_id` says it.
+        path: The checkpoint to read: a path or URL that ends in step-N. None where `checkpoint_id` says it.
 
     Raises:
         TypeError: It is no path.
-        ValueError: It does not end in step-N.
-        NotImplementedError: It is the URL of an object store.
+        ValueError: It does not end in step-N, or there is no such kind of store.
+        ImportError: What reads this kind of store is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._path: Path | None = None
+        self._place: Place | None = None
         self._keys: Keys | None = None
         self._failure: Exception | None = None
         self.reset(path)
@@ -61,7 +61,7 @@ class SafetensorsReader(AtStep, StorageReader):
         """Another load begins, of another checkpoint if one is given."""
         self._keys = None
         if checkpoint_id is not None:
-            self._path = checkpoint_path(checkpoint_id)
+            self._place = checkpoint_place(checkpoint_id)
 
     def read_metadata(self, *args: Any) -> Metadata:
         """What the checkpoint holds. Errors wait for `set_up_storage_reader`: DCP would drop them here."""
@@ -127,24 +127,25 @@ class SafetensorsReader(AtStep, StorageReader):
         return done
 
     def _read_keys(self) -> Keys:
-        if self._path is None:
+        if self._place is None:
             raise ValueError("no checkpoint_id: give one to dcp.load, or a path to SafetensorsReader")
-        if not self._path.is_dir():
-            raise FileNotFoundError(_missing(self._path))
-        manifest = read_manifest(self._path)
+        if not self._place.folder.is_dir():
+            raise FileNotFoundError(_missing(self._place))
+        manifest = read_manifest(self._place.folder)
         rank, world = rank_and_world() if has_process_group() else (0, 1)
         return Keys(manifest, Catalog(manifest, rank, world))
 
 
-def _missing(path: Path) -> str:
+def _missing(place: Place) -> str:
     """Why a checkpoint is not there."""
-    if any(path.parent.glob(f".old-*-{step_of(path.name)}")):
+    root = place.root
+    if not isinstance(root, StorePath) and any(root.glob(f".old-*-{place.step}")):
         return (
-            f"{path} was being replaced when the save was killed: the next save into {path.parent} puts it "
+            f"{place.folder} was being replaced when the save was killed: the next save into {root} puts it "
             "back, and so does overlapkit.Checkpointer(...) on that folder"
         )
-    there = [folder.name for folder in step_folders(path.parent).values()]
-    return f"there is no checkpoint {path}, but {', '.join(there) or 'none at all'}"
+    there = [folder.name for folder in step_folders(root).values()]
+    return f"there is no checkpoint {place.folder}, but {', '.join(there) or 'none at all'}"
 
 
 class _Read:

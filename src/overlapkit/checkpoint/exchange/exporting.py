@@ -14,14 +14,17 @@ import torch
 
 from overlapkit.checkpoint.catalog import Catalog, Saved
 from overlapkit.checkpoint.disk import Disk, write_file
+from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.exchange.casting import cast, castable, check_cast
 from overlapkit.checkpoint.exchange.weights import find_weights
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.manifest import read_manifest
-from overlapkit.checkpoint.opening import check_path
+from overlapkit.checkpoint.opening import check_path, is_url
 from overlapkit.checkpoint.pieces import DTYPES
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Reader
+from overlapkit.checkpoint.remote.place import StorePath
+from overlapkit.checkpoint.remote.store import place_of
 from overlapkit.checkpoint.slices import SliceReader
 
 SINGLE = "model.safetensors"
@@ -64,6 +67,9 @@ class _Row:
         return math.prod(self.saved.shape) * self.dtype.itemsize
 
 
+Files = dict[str, list[_Row]]
+
+
 def export(
     where: Where,
     out: str | os.PathLike[str],
@@ -84,7 +90,8 @@ def export(
 
     Args:
         where: A directory of checkpoints, or the folder of one.
-        out: A folder; made if it does not exist. It may hold other files (a config.json).
+        out: A folder, made if it does not exist, or the URL of one on an object store, where the files appear
+            one after the other, the index last. It may hold other files (a config.json).
         step: Which checkpoint; "latest" is the one of the highest step.
         only: The key of the state to export: a module, or a dict of tensors (rank 0's). None: the one module.
         dtype: Cast tensors of 16, 32 and 64 bit floating point to this; None leaves them as they are.
@@ -97,12 +104,14 @@ def export(
         FileExistsError: The folder has weights already, or another export's unfinished files.
         DamagedCheckpoint: The checkpoint is damaged; nothing is left in the folder.
         ValueError: An argument is wrong, or a value is too large for `dtype`.
-        NotImplementedError: `out` is a URL.
+        StoreError: A store failed; what was written there is removed, as far as that is possible.
     """
     if dtype is not None:
         check_cast(dtype)
-    check_path("out", out)
-    limit, folder = parse_size(shard_size), Path(out)
+    if not is_url(out):
+        check_path("out", out)
+    limit, folder = parse_size(shard_size), place_of(out)
+    _check_folder(folder)
     manifest = read_manifest(find_checkpoint(where, step))
     weights = find_weights(Catalog(manifest, 0, manifest.world), only)
     rows = [
@@ -110,16 +119,11 @@ def export(
         for name, saved in weights.tensors.items()
     ]
     files = _shards(rows, limit)
-    disk = Disk()
-    with _staged(disk, folder) as temporary:
-        count = Count(sum(row.nbytes for row in rows), progress)
-        for name, inside in files.items():
-            _write(disk, temporary / name, inside, weights.tied, count)
-        if len(files) > 1:
-            write_file(disk, temporary / INDEX, _index(files))
-        disk.sync_folder(temporary)
-        names = [*files, INDEX] if len(files) > 1 else [*files]
-        placed = _place(disk, temporary, folder, names)
+    count = Count(sum(row.nbytes for row in rows), progress)
+    if isinstance(folder, StorePath):
+        placed = _into_store(folder, files, weights.tied, count)
+    else:
+        placed = _into_folder(folder, files, weights.tied, count)
     return Exported(
         files=tuple(placed),
         tensors=len(rows),
@@ -146,7 +150,7 @@ def parse_size(size: int | str) -> int:
     raise ValueError(f"shard_size={size!r}: give bytes above 0, or such as '5GB' (10**9) or '4GiB' (2**30)")
 
 
-def _shards(rows: list[_Row], limit: int) -> dict[str, list[_Row]]:
+def _shards(rows: list[_Row], limit: int) -> Files:
     """The tensors of each file, in the model's order; a file is closed when the next one does not fit."""
     groups: list[list[_Row]] = []
     room = 0
@@ -164,11 +168,60 @@ def _shards(rows: list[_Row], limit: int) -> dict[str, list[_Row]]:
     }
 
 
+def _check_folder(folder: Path) -> None:
+    """Raise where this is no place for weights, or has some."""
+    store = isinstance(folder, StorePath)
+    if folder.name.endswith(".safetensors") or (not store and folder.exists() and not folder.is_dir()):
+        raise ValueError(f"out={str(folder)!r}: give a folder; {SINGLE} will be in it")
+    if isinstance(folder, StorePath):
+        names = list(folder.store.sizes(folder.key))
+    else:
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    if there := sorted(name for name in names if _OURS.fullmatch(name)):
+        raise FileExistsError(f"out={str(folder)!r} has weights already: {', '.join(there)}")
+
+
+def _names(files: Files) -> list[str]:
+    """What will be there; the last one makes readers see the others."""
+    return [*files, INDEX] if len(files) > 1 else [*files]
+
+
+def _into_store(folder: StorePath, files: Files, tied: dict[str, str], count: Count) -> list[Path]:
+    """Write objects; each is there whole or not at all."""
+    store, names = folder.store, _names(files)
+    try:
+        for name, rows in files.items():
+            start = count.done
+
+            def views(rows: list[_Row] = rows, start: int = start) -> Iterator[memoryview]:
+                count.done = start  # the store is asked again
+                return _views(rows, tied, count)
+
+            store.write(name, views)
+        if len(files) > 1:
+            store.put(INDEX, _index(files))
+    except BaseException:
+        with contextlib.suppress(CheckpointError, OSError):  # what led here matters more
+            store.remove([name for name in names if store.size(name) is not None])
+        raise
+    return [folder / name for name in names]
+
+
+def _into_folder(folder: Path, files: Files, tied: dict[str, str], count: Count) -> list[Path]:
+    """Write files under another name, and give them theirs when all are on the disk."""
+    disk = Disk()
+    with _staged(disk, folder) as temporary:
+        for name, rows in files.items():
+            _write(disk, temporary / name, _views(rows, tied, count))
+        if len(files) > 1:
+            write_file(disk, temporary / INDEX, _index(files))
+        disk.sync_folder(temporary)
+        return _place(disk, temporary, folder, _names(files))
+
+
 @contextlib.contextmanager
 def _staged(disk: Disk, folder: Path) -> Iterator[Path]:
     """A folder for unfinished files, gone afterwards; so is `folder` where it was made for nothing."""
-    if folder.name.endswith(".safetensors") or (folder.exists() and not folder.is_dir()):
-        raise ValueError(f"out={str(folder)!r}: give a folder; {SINGLE} will be in it")
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / _TEMPORARY
@@ -179,8 +232,7 @@ def _staged(disk: Disk, folder: Path) -> Iterator[Path]:
             f"{temporary} exists: another export is writing there, or was killed; then delete it"
         ) from None
     try:
-        if there := sorted(path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)):
-            raise FileExistsError(f"out={str(folder)!r} has weights already: {', '.join(there)}")
+        _check_folder(folder)  # once more: another export may have been faster
         yield temporary
     finally:
         disk.remove(temporary)
@@ -204,23 +256,28 @@ def _place(disk: Disk, temporary: Path, folder: Path, names: list[str]) -> list[
     return placed
 
 
-def _write(disk: Disk, path: Path, rows: list[_Row], tied: dict[str, str], count: Count) -> None:
-    """One safetensors file, a slice at a time."""
-    rows = sorted(rows, key=lambda row: _PLACE[row.dtype])  # wide dtypes first keeps every tensor aligned
+def _write(disk: Disk, path: Path, views: Iterator[memoryview]) -> None:
     fd = disk.create(path)
     try:
-        with Reader() as reader:
-            slices = SliceReader(reader)
-            disk.write(fd, [memoryview(_header(rows, tied))])
-            for row in rows:
-                for values in slices.read(row.saved):
-                    made = cast(values, row.dtype, row.name) if row.dtype != values.dtype else values
-                    data = made.reshape(-1).view(torch.uint8).numpy().data
-                    disk.write(fd, [memoryview(data)])
-                    count.add(data.nbytes)
+        for view in views:
+            disk.write(fd, [view])
         disk.sync(fd)
     finally:
         os.close(fd)
+
+
+def _views(rows: list[_Row], tied: dict[str, str], count: Count) -> Iterator[memoryview]:
+    """The bytes of one safetensors file, a slice of a tensor at a time."""
+    rows = sorted(rows, key=lambda row: _PLACE[row.dtype])  # wide dtypes first keeps every tensor aligned
+    with Reader() as reader:
+        slices = SliceReader(reader)
+        yield memoryview(_header(rows, tied))
+        for row in rows:
+            for values in slices.read(row.saved):
+                made = cast(values, row.dtype, row.name) if row.dtype != values.dtype else values
+                data = memoryview(made.reshape(-1).view(torch.uint8).numpy().data)
+                yield data
+                count.add(data.nbytes)
 
 
 def _header(rows: list[_Row], tied: dict[str, str]) -> bytes:
@@ -240,7 +297,7 @@ def _header(rows: list[_Row], tied: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _index(files: dict[str, list[_Row]]) -> bytes:
+def _index(files: Files) -> bytes:
     rows = [row for inside in files.values() for row in inside]
     total = {
         "total_parameters": sum(math.prod(row.saved.shape) for row in rows),

@@ -8,21 +8,18 @@ from typing import Any
 import torch
 
 from overlapkit.checkpoint.box import Box
-from overlapkit.checkpoint.commit import RunLock, commit
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.exchange.dcp_folder import METADATA, DcpFolder
 from overlapkit.checkpoint.exchange.foreign import KINDS, Foreign, Kind, Source, translate
 from overlapkit.checkpoint.exchange.torch_file import TorchFile
 from overlapkit.checkpoint.fileplan import FilePlan
 from overlapkit.checkpoint.gather import Gathered
-from overlapkit.checkpoint.manifest import step_name
-from overlapkit.checkpoint.opening import check_path, check_step, open_directory
+from overlapkit.checkpoint.once import Files, OneSave, one_save
+from overlapkit.checkpoint.opening import check_path, check_step, is_url
 from overlapkit.checkpoint.pieces import Slot
 from overlapkit.checkpoint.progress import Count, Progress
+from overlapkit.checkpoint.remote.store import place_of
 from overlapkit.checkpoint.slices import row_slices
-from overlapkit.checkpoint.stage import LANE
-from overlapkit.checkpoint.writer import write_share
-from overlapkit.lane import Lane
 
 SHARE = 1 << 30
 """Bytes in memory at once, which are written as one part, as if by one rank."""
@@ -54,7 +51,7 @@ def import_checkpoint(
 
     Args:
         source: A file, or a folder with a `.metadata`.
-        directory: What will be given to `Checkpointer`; made if it does not exist.
+        directory: What will be given to `Checkpointer`, a path or a URL; a folder is made if there is none.
         step: The step of the new checkpoint.
         keys: Which of the source's keys to take, and what they are called in the state; None is all of them,
             under their own names.
@@ -72,25 +69,25 @@ def import_checkpoint(
         DamagedCheckpoint: The source is damaged. Nothing is committed then, nor with the following.
         TypeError: It holds what cannot be kept without pickling; the message says where.
         ValueError: An argument is wrong, or an optimizer's parameters are unknown.
-        NotImplementedError: The source or the directory is a URL.
+        NotImplementedError: The source is a URL: copy it here first.
     """
     check_path("source", source)
-    check_path("directory", directory)
-    step, root = check_step(step), Path(directory)
+    if not is_url(directory):
+        check_path("directory", directory)
+    save = one_save(place_of(directory), check_step(step), Disk())
     if wrong := [kind for kind in (kinds or {}).values() if kind not in KINDS]:
         raise ValueError(f"kinds= has {wrong[0]!r}: give one of {', '.join(KINDS)}")
     opened = _open(Path(source))
     foreign = translate(opened, keys, kinds or {}, parameters or {})
-    if (root / step_name(step)).exists():
+    if save.there():
         raise FileExistsError(
-            f"step={step}: {root / step_name(step)} exists; give another step, or delete it"
+            f"step={step}: {str(directory)!r} has that one already; give another step, or delete it"
         )
-    open_directory(root)
-    lock = RunLock(root)
+    save.begin()
     try:
-        return _write_all(opened, foreign, root, lock.run, step, progress)
+        return _write_all(opened, foreign, save, step, progress)
     finally:
-        lock.release()
+        save.end()
 
 
 def _open(source: Path) -> Source:
@@ -103,31 +100,20 @@ def _open(source: Path) -> Source:
     return TorchFile(source)
 
 
-def _write_all(
-    source: Source, foreign: Foreign, root: Path, run: str, step: int, progress: Progress | None
-) -> Path:
-    disk, temporary = Disk(), root / f".tmp-{run}-0"
+def _write_all(source: Source, foreign: Foreign, save: OneSave, step: int, progress: Progress | None) -> Path:
     shares = list(_shares(source, foreign))
     plans = [FilePlan([slot for slot, _ in share], []) for share in shares]
     count = Count(sum(plan.nbytes for plan in plans), progress)
-    files: dict[str, dict[str, Any]] = {}
+    files: Files = {}
     try:
-        with Lane(LANE, kind="thread") as helper:
-            for rank, (plan, share) in enumerate(zip(plans, shares, strict=True)):
-                about = {"step": step, "rank": rank, "world": len(shares), "rng": None}
-                files |= write_share(
-                    disk,
-                    temporary,
-                    plan,
-                    foreign.entries,
-                    _read(source, plan, share, count),  # let go of before the next part is read
-                    about,
-                    helper,
-                )
-        return commit(disk, temporary, step, files, {"world": len(shares), "metrics": {}})
+        for rank, (plan, share) in enumerate(zip(plans, shares, strict=True)):
+            about = {"step": step, "rank": rank, "world": len(shares), "rng": None}
+            # the share's tensors are let go of before the next one is read
+            files |= save.write(plan, foreign.entries, _read(source, plan, share, count), about)
     except BaseException:
-        disk.remove(temporary)
+        save.discard()
         raise
+    return save.commit(files, len(shares))
 
 
 def _shares(source: Source, foreign: Foreign) -> Iterator[list[Part]]:

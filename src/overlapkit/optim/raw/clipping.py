@@ -31,17 +31,17 @@ def clipped(live_ptr, sums_ptr, norm_ptr, unscale, LARGEST: tl.constexpr):
 @triton.jit
 def _nothing(shape: tl.constexpr, LARGEST: tl.constexpr):
     """Sums start at zero, and so do the bits of the largest number without a sign."""
-    if LARGEST:
-        return tl.full(shape, 0, tl.int32)
-    return tl.full(shape, 0.0, tl.float32)
+    return tl.full(shape, 0, tl.int32 if LARGEST else tl.float32)  # all of a function's returns have one type
 
 
 @triton.jit
 def _with(total, x, LARGEST: tl.constexpr):
     """Add fp32 numbers to sums; or to the largest, as bits: these order NaN above all numbers."""
     if LARGEST:
-        return tl.maximum(total, tl.abs(x).to(tl.int32, bitcast=True))
-    return total + x
+        total = tl.maximum(total, tl.abs(x).to(tl.int32, bitcast=True))
+    else:
+        total += x
+    return total
 
 
 @kernel
