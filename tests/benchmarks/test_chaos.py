@@ -140,6 +140,10 @@ PLANTED = {
         ended({"kind": "error", "type": "SystemExit", "text": "", "code": 143}, faults=(("term", 0),)),
         "after SIGTERM",
     ),
+    "a crash": (
+        lambda lives: setattr(lives[0], "output", "failed (exitcode: -6) local_rank: 0"),
+        "a rank crashed: exitcode: -6",
+    ),
     "a hang that names nobody": (ended(faults=(("freeze", 1),)), "nobody said that rank 1 is missing"),
 }
 
