@@ -7,7 +7,7 @@ from tests import api
 
 def test_the_public_interface_is_the_one_written_down():
     there, here = api.SNAPSHOT.read_text().splitlines(), api.lines()
-    changes = [line for line in difflib.unified_diff(there, here, "tests/api.txt", "src", lineterm="", n=0)]
+    changes = list(difflib.unified_diff(there, here, "tests/api.txt", "src", lineterm="", n=0))
     assert not changes, "\n".join(
         [*changes, "If that is meant: python -m tests.api, commit tests/api.txt, and say so in CHANGELOG.md"]
     )

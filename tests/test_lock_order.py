@@ -124,17 +124,6 @@ def asked():
     return signal
 
 
-def test_a_signal_that_nobody_waits_for_any_more_is_not_held(order):
-    """A Ticket's, whose work ended before its waiter's lock was there to be let go of."""
-    waited_for = asked()
-    threading.Timer(0.05, waited_for.release).start()
-    assert waited_for.acquire(timeout=60.0)
-    kept = asked()
-    for_a_queue(None)
-    assert order.news() == []
-    assert kept.locked()
-
-
 def told(news):
     with news:
         news.notify_all()
