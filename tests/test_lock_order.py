@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 
 import pytest
 
@@ -124,10 +125,16 @@ def asked():
     return signal
 
 
+def give(signal):
+    while not signal._signal:  # until somebody waits for it
+        time.sleep(0.001)
+    signal.release()
+
+
 def test_a_signal_that_nobody_waits_for_any_more_is_not_held(order):
     """A Ticket's, whose work ended before its waiter's lock was there to be let go of."""
     waited_for = asked()
-    threading.Timer(0.05, waited_for.release).start()
+    threading.Thread(target=give, args=(waited_for,)).start()
     assert waited_for.acquire(timeout=60.0)
     kept = asked()
     for_a_queue(None)
