@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 
 import pytest
 
@@ -117,29 +116,6 @@ def test_a_wait_without_bound_under_a_lock_is_found(order, wait):
     (found,) = order.news()
     assert "without bound" in found
     assert f"in {wait.__name__}" in found
-
-
-def asked():
-    signal = threading.Lock()
-    signal.acquire()
-    return signal
-
-
-def give(signal):
-    while not signal._signal:  # until somebody waits for it
-        time.sleep(0.001)
-    signal.release()
-
-
-def test_a_signal_that_nobody_waits_for_any_more_is_not_held(order):
-    """A Ticket's, whose work ended before its waiter's lock was there to be let go of."""
-    waited_for = asked()
-    threading.Thread(target=give, args=(waited_for,)).start()
-    assert waited_for.acquire(timeout=60.0)
-    kept = asked()
-    for_a_queue(None)
-    assert order.news() == []
-    assert kept.locked()
 
 
 def told(news):
