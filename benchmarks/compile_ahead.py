@@ -196,7 +196,8 @@ def options(row: Row) -> str:
     """The flags that are on."""
     flags = [name for name, value in row.items() if name.isupper() and value is True]
     words = [value for name, value in row.items() if name.isupper() and isinstance(value, str)]
-    return ", ".join([*(name.removeprefix("HAS_").removeprefix("NEED_").lower() for name in flags), *words])
+    on = [name.removeprefix("HAS_").removeprefix("NEED_").lower() for name in flags]
+    return ", ".join([*on, *words]) or "none"
 
 
 if __name__ == "__main__":

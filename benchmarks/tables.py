@@ -137,7 +137,7 @@ def command(*names: str) -> str:
     for parameter in found.params:
         option = parameter.param_type_name == "option"
         name = ", ".join(f"`{opt}`" for opt in [*parameter.opts, *parameter.secondary_opts])
-        default = "" if parameter.default is None or not option else f"`{parameter.default}`"
+        default = f"`{parameter.default}`" if option and parameter.default not in (None, False) else ""
         body.append((name if option else f"`{parameter.name.upper()}`", default, parameter.help or ""))
     return _table(("", "default", ""), body)
 

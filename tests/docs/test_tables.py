@@ -22,6 +22,14 @@ def test_every_results_file_is_shown() -> None:
     assert {path.name for path in tables.RESULTS.glob("*.json")} <= set(said)
 
 
+def test_goals_that_need_a_gpu_say_so_until_one_has_measured_them() -> None:
+    rows = [
+        line for line in (ROOT / "docs/performance.md").read_text().splitlines() if "not yet measured" in line
+    ]
+    measured = list(tables.RESULTS.glob("gpu*.json"))
+    assert bool(rows) != bool(measured), "show what was measured: <!-- table: goals gpu.json -->"
+
+
 def test_goals_and_pivots_of_known_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"a, ours": (0.0123, "s"), "a, peer": (1.5, "s"), "b, ours": (0.5, "s"), "b, peer": (1234.4, "s")}
     rows = [

@@ -1,0 +1,91 @@
+"""What waits for a save in flight: the background is held until somebody waits for it, and then goes on."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlapkit.checkpoint import Checkpointer
+from overlapkit.checkpoint.job import Job
+from overlapkit.checkpoint.save import Unfinished
+from overlapkit.lane import Lane
+from tests.checkpoint.faults import value_state
+from tests.checkpoint.remote.injected import URL, Fault, faulty, put_back
+
+
+@pytest.fixture(autouse=True)
+def _empty_store() -> Iterator[None]:
+    put_back({})
+    yield
+    put_back({})
+
+
+def hold(lane: Lane, until_asked: Unfinished) -> None:
+    """Let the lane begin with nothing before somebody waits for those saves (or too long)."""
+    go, settle = threading.Event(), until_asked.settle
+    lane.submit(lambda: go.wait(5))
+    until_asked.settle = lambda: (go.set(), settle())  # type: ignore[method-assign]
+
+
+def test_a_restore_waits_for_the_save_in_flight(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        hold(checkpointer._writer, checkpointer._unfinished)
+        checkpointer.save(1, value_state(1))
+        assert checkpointer.restore(value_state(-1)) == 1
+
+
+def test_wait_waits_for_uploads_too(tmp_path: Path) -> None:
+    with Checkpointer(URL, local=tmp_path) as checkpointer:
+        hold(checkpointer._uploads._lane, checkpointer._unsent)
+        save = checkpointer.save(1, value_state(1))
+        checkpointer.wait()
+        assert save.uploaded.done()
+
+
+def closes_with(checkpointer: Checkpointer, words: str) -> None:
+    """An error that comes while close() waits is raised when all is closed, not in the middle of it."""
+    with pytest.raises(Exception, match=words):
+        checkpointer.close()
+    assert checkpointer._closed
+    checkpointer.close()
+
+
+def test_a_save_that_fails_while_it_is_closed_is_told_when_all_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(job: Job, temporary: Path) -> Any:
+        job.staging.memory()
+        raise OSError("planted")
+
+    monkeypatch.setattr(Job, "_write", fail)
+    checkpointer = Checkpointer(tmp_path)
+    hold(checkpointer._writer, checkpointer._unfinished)
+    checkpointer.save(1, value_state(1))
+    closes_with(checkpointer, "planted")
+    Checkpointer(tmp_path).close()  # its lock is free
+
+
+def test_an_upload_that_fails_while_it_is_closed_is_told_when_all_is_closed(tmp_path: Path) -> None:
+    with faulty(Fault(0, only=lambda call, path: call == "put_file")):
+        checkpointer = Checkpointer(URL, local=tmp_path)
+        hold(checkpointer._uploads._lane, checkpointer._unsent)
+        checkpointer.save(1, value_state(1), block=True)
+        closes_with(checkpointer, "put_file|injected|store")
+
+
+def test_one_checkpoint_at_a_time_is_read_ahead(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(1, 7):
+            checkpointer.save(step, value_state(step), block=True)
+    go, begun = threading.Event(), []
+    with Checkpointer(tmp_path, keep=3) as checkpointer:
+        reader = checkpointer._deletion._reader
+        reader.submit(lambda: go.wait(30))
+        submit = reader.submit
+        reader.submit = lambda fn, **options: (begun.append(fn), submit(fn, **options))[1]
+        for step in (7, 8):
+            checkpointer.save(step, value_state(step), block=True)
+        assert len(begun) == 1
+        go.set()
