@@ -1,4 +1,4 @@
-"""A rank is killed, and the job goes on with fewer from its last checkpoint: examples/elastic.sh, to the end."""
+"""examples/elastic.sh, to the end: a rank is killed, and the job goes on from its last checkpoint."""
 
 import os
 import re
@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic.sh"
-SMALL = "--width 32 --layers 1 --window 32 --batch 4 --steps 300 --save-every 20".split()
+SMALL = [
+    *("--width", "32", "--layers", "1", "--window", "32", "--batch", "4"),
+    *("--steps", "300", "--save-every", "20"),
+]
 
 
 @pytest.mark.timeout(600)
@@ -28,7 +31,7 @@ def test_a_job_goes_on_with_one_rank_where_two_began(tmp_path):
     assert "killed one of two ranks" in done.stdout
     assert "it went on, and reached the end" in done.stdout
     began = re.findall(r"^training on (\d) rank\(s\) from step (\d+)$", logs, re.MULTILINE)
-    assert began[0] == ("2", "0") or ("2", "0") in began
+    assert ("2", "0") in began
     ranks, step = next(one for one in began if one[0] == "1" and one[1] != "0")
     assert int(step) % 20 == 0
     # the survivor made the steps that were left, and every one of them
