@@ -19,6 +19,7 @@ LANES: dict[str, tuple[str, ...]] = {
     "input/images/": ("tests/input/images/test_loader.py",),
     "checkpoint/": (
         "tests/checkpoint/test_streams.py",
+        "tests/checkpoint/test_waits.py",
         "tests/checkpoint/test_late.py",
         "tests/checkpoint/test_first_save.py",
         "tests/checkpoint/test_checkpointer.py",
