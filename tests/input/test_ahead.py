@@ -201,3 +201,34 @@ def test_the_grad_mode_is_that_of_iter(mode: Any, where: str) -> None:
         with within():
             passing = iter(loader)
         assert [batch.requires_grad for batch in passing] == [wanted] * 2
+
+
+def test_a_pass_that_begins_afresh_waits_for_its_reader_however_long_that_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else two readers would be in the source; closing gives it up after a while, with a warning."""
+    monkeypatch.setattr(ahead, "PATIENCE_S", 0.01)
+    go = threading.Event()
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            if index:
+                go.wait(10)
+            return index
+
+    loader = DeviceLoader(DataLoader(Slow(), batch_size=1), "cpu", depth=2)
+    passing = iter(loader)
+    loader.set_epoch(1)  # after it began: it counts
+    stop = passing._ahead.stop
+
+    def stopping() -> Any:
+        end = stop()
+        settle = end.settle
+        end.settle = lambda: (go.set(), settle())  # the source goes on once somebody waits for it
+        return end
+
+    passing._ahead.stop = stopping
+    assert [int(batch) for batch in passing] == [0, 1, 2, 3]

@@ -26,6 +26,7 @@ LANES: dict[str, tuple[str, ...]] = {
         "tests/checkpoint/test_deletion.py",
         "tests/checkpoint/test_retention.py",
         "tests/checkpoint/test_writer.py",
+        "tests/checkpoint/test_turns.py",
         "tests/checkpoint/test_storage.py",
     ),
     "checkpoint/stage.py": ("tests/test_optimizer_step.py",),
