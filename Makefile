@@ -1,11 +1,12 @@
 # The two commands: `make demo` trains a small GPT through all lanes, `make test` runs the tests.
 # Each first makes .venv and installs the package there, unless that is done. They need Python 3.11+.
 #
-#   make demo            make test            make check           make bench
+#   make demo            make test            make check           make bench           make docs
 #   make bench-input     make bench-checkpoint    make bench-kernels    make bench-comm (as root)
 #   make bench-explain   make bench-optim         make bench-plan (as root)
 #   make bench-meter     make bench-faults        make bench-chaos (as root)
 #   make test-dev        make test-matrix         make ahead            make resources
+#   make docs            make check-package       make release-notes VERSION=0.1.0
 #   make mutate: takes each wait out of the sources in turn, and sees a test fail (docs/testing.md)
 #   make demo ARGS=--baseline    make test ARGS='tests/input -x'    make test PYTHON=python3.12
 # Tests run in two processes: many of them wait, for ranks that start or for what is late on purpose.
@@ -14,7 +15,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-dev test-matrix check ahead resources bench bench-chaos bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan mutate install clean
+.PHONY: demo test test-dev test-matrix check check-package docs ahead mutate release-notes resources bench bench-chaos bench-input bench-checkpoint bench-comm bench-explain bench-faults bench-kernels bench-meter bench-optim bench-plan install clean
 .DEFAULT_GOAL := test
 
 demo: install
@@ -66,6 +67,16 @@ check: install
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy src
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
+
+# With a network: every extra resolves, and the wheel works in an empty environment outside of the checkout.
+check-package: install
+	.ci/check-package
+
+release-notes: # of the version in src/overlapkit/__init__.py, or of VERSION=
+	@$(PYTHON) .ci/release_notes.py $(VERSION)
 
 bench: install
 	$(RUN) benchmarks/step.py $(ARGS)

@@ -177,7 +177,7 @@ class Field:
             keep=KEEP,
             stop=setting.stop,
             deadline=20.0,
-            patience=40.0,
+            patience=40.0 if setting.launcher == "torchrun" else 20.0,  # for interpreters that start
             hang=15.0,
         )
 

@@ -89,6 +89,7 @@ class Log:
         self._fd = os.open(Path(spec.logs, f"{start}-{rank}.jsonl"), flags, 0o644)
         stacks = open(Path(spec.logs, f"{start}-{rank}.stacks"), "w")  # noqa: SIM115 # as long as the process
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable()
 
     def __call__(self, kind: str, **about: Any) -> None:
         os.write(self._fd, (json.dumps({"kind": kind, "t": time.time(), **about}) + "\n").encode())

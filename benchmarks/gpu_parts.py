@@ -20,9 +20,9 @@ from machine import ROOT, environment
 from pytest_deadline import NO_TIME, UNTIL
 
 WEIGHTS = {
-    "ceilings": 15,
-    "tests": 130,
-    "kernels": 90,
+    "ceilings": 25,
+    "tests": 125,
+    "kernels": 85,
     "optim": 35,
     "input": 40,
     "checkpoint": 65,

@@ -114,8 +114,9 @@ def _cells(match: re.Match[str], row: Row, peer: str | None) -> Iterable[tuple[s
 def about() -> str:
     """Where each file comes from."""
     body = []
-    for path in sorted(RESULTS.glob("*.json")):
-        said = read(path.name)
+    for path, said in ((path, read(path.name)) for path in sorted(RESULTS.glob("*.json"))):
+        if "figures" not in said:  # ahead.json, which has a page of its own
+            continue
         machine = said["hardware"]
         gpus = ", ".join(str(gpu) for gpu in machine["gpus"]) or "no GPU"
         where = f"{machine['cores']} cores ({machine['cpu']}), {gpus}"
@@ -137,7 +138,7 @@ def command(*names: str) -> str:
     for parameter in found.params:
         option = parameter.param_type_name == "option"
         name = ", ".join(f"`{opt}`" for opt in [*parameter.opts, *parameter.secondary_opts])
-        default = "" if parameter.default is None or not option else f"`{parameter.default}`"
+        default = f"`{parameter.default}`" if option and parameter.default not in (None, False) else ""
         body.append((name if option else f"`{parameter.name.upper()}`", default, parameter.help or ""))
     return _table(("", "default", ""), body)
 

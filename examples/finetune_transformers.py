@@ -43,13 +43,17 @@ def arguments() -> argparse.Namespace:
         "Train a Llama on the Python standard library.", steps=200, batch=16, lr=2e-3, save_every=50
     )
     parser.add_argument("--pretrained", type=Path, help="a folder to begin with: weights, config, tokenizer")
-    parser.add_argument("--vocab", type=positive, default=2048, help="tokens of a new tokenizer (2048)")
-    parser.add_argument("--width", type=positive, default=128, help="of a new model, a multiple of 8 (128)")
-    parser.add_argument("--layers", type=positive, default=4, help="of a new model (4)")
+    new = {"vocab": 2048, "width": 128, "layers": 4}
+    for name, default in new.items():
+        parser.add_argument(f"--{name}", type=positive, help=f"of a new model ({default})")
     parser.add_argument("--window", type=positive, default=128, help="tokens a window (128)")
     parser.add_argument("--megabytes", type=float, default=4.0, help="of text (4)")
     parser.add_argument("--data", type=Path, default=Path("runs/tokens"), help="the tokens (runs/tokens)")
     args = checked(parser)
+    for name, default in new.items():
+        if args.pretrained and getattr(args, name):
+            parser.error(f"--{name}: leave it out, --pretrained {args.pretrained} has one")
+        setattr(args, name, getattr(args, name) or default)
     if args.width % 8:
         parser.error(f"--width {args.width}: give a multiple of 8, for four heads of even width")
     if args.vocab < 257:
@@ -62,9 +66,8 @@ def arguments() -> argparse.Namespace:
             if not (args.pretrained / name).is_file():
                 parser.error(f"--pretrained {args.pretrained}: there is no {name} in it")
         vocabulary = f"{zlib.crc32((args.pretrained / 'tokenizer.json').read_bytes()):08x}"
-    args.data /= (
-        f"{vocabulary}-{args.megabytes:g}MB"  # tokens of another tokenizer, or of more text, are others
-    )
+    # A folder for each tokenizer and amount of text: no run reads what was written for another one.
+    args.data /= f"{vocabulary}-{args.megabytes:g}MB"
     world = os.environ.get("WORLD_SIZE", "1")
     kind = ["from", args.pretrained.name] if args.pretrained else []
     args.out = args.out or run_folder("llama", *kind, world if world != "1" else None)
@@ -107,7 +110,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         shards = ok.TokenShards(args.data / part, args.window, args.batch // world, seed=args.seed)
         return ok.DeviceLoader(shards, device, transform=inputs_and_targets)
 
-    loader = batches("train")
+    loader, held_out = batches("train"), batches("held_out")
     opt = ok.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
     sched = torch.optim.lr_scheduler.LambdaLR(opt, partial(learning_rate, steps=args.steps))
     ckpt = ok.Checkpointer(args.out, keep=2)
@@ -141,7 +144,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         return
     result: dict[str, Any] = {"world": world, "step": step}
     if step == args.steps:
-        result["held_out"] = evaluate(model, batches("held_out"))
+        result["held_out"] = evaluate(model, held_out)
         console.print(f"loss of held-out text: {result['held_out']:.3f} nats a token")
         logits = logits_of(model, tokenizer)
         if rank == 0:

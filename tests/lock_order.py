@@ -5,8 +5,8 @@ made it. To block on lock B while holding A is an edge from A to B. Edges that c
 can wait for each other for ever, even if they never met. The other kind is a lock held while its holder waits
 without bound for a ticket, a thread, an event or a queue, which may be waiting for that lock.
 
-A lock that is only ever tried (`blocking=False`) is a flag: nobody waits for it, so it is in no cycle. A lock
-that is taken again by its holder (a Ticket's) is a signal that another thread gives: that is a wait, too.
+A lock that is only ever tried (`blocking=False`) is a flag: nobody waits for it, so it is in no cycle. A
+Ticket's is a signal: its holder takes it again, and so waits until the worker releases it.
 """
 
 import contextlib
@@ -21,6 +21,8 @@ from typing import Any
 from unittest import mock
 
 _OURS = "overlapkit"
+_SIGNALS = "overlapkit.lane:"
+"""Where locks are made that serve to wait for another thread."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,9 @@ class LockOrder:
         """This thread is about to take a lock."""
         if not blocking:
             return
-        if lock in self.held:
-            if not lock.reentrant:
-                lock.is_signal()
-                self.waits(f"a signal ({lock.site})", timeout if timeout >= 0 else None)
+        if lock.signal or lock in self.held:
+            if lock.locked() and not lock.reentrant:
+                self.waits(f"another thread ({lock.site})", timeout if timeout >= 0 else None)
             return
         self._blocking.add(lock.site)
         for other in self.held:
@@ -175,15 +176,15 @@ class _Watched:
     def __init__(self, order: LockOrder, site: str, real: Any, reentrant: bool) -> None:
         self.site = site
         self.reentrant = reentrant
+        self.signal = site.startswith(_SIGNALS)
         self._order = order
         self._real = real
-        self._signal = False
         self._holders: list[list[weakref.ref[_Watched]]] = []  # where it stands: any thread may release it
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         self._order.wants(self, blocking, timeout)
         got = bool(self._real.acquire(blocking, timeout))
-        if got and not self._signal:
+        if got and not self.signal:
             self._taken()
         return got
 
@@ -191,14 +192,8 @@ class _Watched:
         self._given_back()
         self._real.release()
 
-    def is_signal(self) -> None:
-        """Its holder waits until another thread releases it: from now on nobody holds it."""
-        self._signal = True
-        while self._holders:
-            self._given_back()
-
     def locked(self) -> bool:
-        return bool(self._real.locked())
+        return self.reentrant or bool(self._real.locked())  # before Python 3.14 an RLock does not say
 
     def __enter__(self) -> bool:
         return self.acquire()

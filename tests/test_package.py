@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -168,8 +169,10 @@ def test_every_direct_development_dependency_is_pinned():
     pinned = {line.split("==")[0] for line in lines if "==" in line and not line.startswith("#")}
     extras = PROJECT["optional-dependencies"]
     brought = [
-        name for extra in ("data", "images", "viz", "remote", "dev", "bench") for name in extras[extra]
+        name
+        for extra in ("data", "docs", "images", "viz", "remote", "dev", "bench")
+        for name in extras[extra]
     ]
     wanted = [*PROJECT["dependencies"], *brought]
-    names = {word.split(";")[0].split(">")[0].strip() for word in wanted}
+    names = {re.split(r"[;>[]", word)[0].strip() for word in wanted}
     assert {name for name in names if not name.startswith("overlapkit")} - pinned == set()

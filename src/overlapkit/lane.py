@@ -124,8 +124,13 @@ class Ticket(Generic[T]):
         lock = threading.Lock()
         lock.acquire()
         self._waiting.append(lock)
-        if not self._settled:
-            lock.acquire(timeout=-1 if timeout is None else max(0, timeout))
+        try:
+            if not self._settled:
+                lock.acquire(timeout=-1 if timeout is None else max(0, timeout))
+        finally:
+            self._waiting.remove(
+                lock
+            )  # a ticket lives on; where it settled just before, nobody released this
         if not self._settled:
             raise TimeoutError(f"lane {self._lane!r}: the work was not done after {timeout} s")
 
@@ -133,7 +138,7 @@ class Ticket(Generic[T]):
         """Note how the work ended. Who registers after `_settled` is true sees it, and does not block."""
         self._value, self._error = value, error
         self._settled = True
-        for lock in self._waiting:
+        for lock in tuple(self._waiting):
             lock.release()
 
 

@@ -727,8 +727,8 @@ def test_a_compiled_step_waits_too(tmp_path, monkeypatch):
 def test_the_optimizer_of_another_model_is_told(tmp_path):
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, dict(model=model, optimizer=torch.optim.SGD(model.parameters())), block=True)
-        wrong = dict(model=model, optimizer=torch.optim.SGD(other.parameters()))
+        checkpointer.save(1, {"model": model, "optimizer": torch.optim.SGD(model.parameters())}, block=True)
+        wrong = {"model": model, "optimizer": torch.optim.SGD(other.parameters())}
         with pytest.raises(MismatchError, match="'#1' of 'optimizer', which no module .* another model's"):
             checkpointer.restore(wrong)
 

@@ -483,3 +483,37 @@ def test_nothing_stays_in_the_store(tmp_path):
         return counts
 
     assert run_ranks(2, save)[0] == [0] * 4
+
+
+def async_save_of_our_optimizer(rank, directory):
+    """Its moments are views of one allocation, each at an offset."""
+    from overlapkit.optim import AdamW
+
+    model, _ = build(1, shards(2))
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    train(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.async_save(state, storage_writer=dcp.FileSystemWriter(directory / "theirs")).result()
+    ours = {"storage_writer": SafetensorsWriter(directory / "step-3"), "planner": SafetensorsSavePlanner()}
+    dcp.async_save(state, **ours).result()
+    truth = full(state)
+    for tensor in truth.values():
+        assert tensor.float().abs().sum() > 0
+    model, _ = build(2, shards(2))
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    weights, moments = get_state_dict(model, optimizer)
+    loading = {"model": weights, "optimizer": moments}
+    ours = {"storage_reader": SafetensorsReader(directory / "step-3"), "planner": SafetensorsLoadPlanner()}
+    for how in ({"checkpoint_id": directory / "theirs"}, ours):
+        dcp.load(loading, **how)
+        found = full(loading)
+        assert found.keys() == truth.keys()
+        assert [key for key in truth if not torch.equal(found[key], truth[key])] == []
+        for tensor in (*weights.values(), *moments["state"]["0.weight"].values()):
+            tensor.detach().zero_()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_async_save_of_our_sharded_optimizer_through_either_writer(tmp_path):
+    run_ranks(2, async_save_of_our_optimizer, tmp_path)

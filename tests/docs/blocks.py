@@ -2,7 +2,8 @@
 
 A page is one chain. `<!-- run: anew -->` before a block begins another one, in a process that has nothing of
 what earlier blocks made; `<!-- run: ranks=2 -->` does so, too, on as many ranks of a process group. A chain
-has an empty folder of its own.
+has an empty folder of its own. A Python block with `title="train.py"` becomes that file, for the shell lines
+below it.
 """
 
 import re
@@ -24,12 +25,13 @@ _COMMENT = re.compile(r"<!-- run: (?:anew|ranks=(\d+)) -->")
 
 @dataclass(frozen=True)
 class Block:
-    """One block: its page, the line of its first statement (from 1), its kind ("" if indented), its text."""
+    """One block: page, line of its first statement (from 1), kind ("" if indented), text, and file."""
 
     page: str
     line: int
     kind: str
     text: str
+    file: str | None = None
 
 
 @dataclass
@@ -57,5 +59,8 @@ def chains(page: str) -> list[Chain]:
             found.append(Chain(page, len(found), int(said[1] or 0)))
         elif token.type in ("fence", "code_block") and token.map is not None:
             first = token.map[0] + (2 if token.type == "fence" else 1)
-            found[-1].blocks.append(Block(page, first, token.info.strip(), token.content))
+            kind, _, rest = token.info.strip().partition(" ")
+            title = re.fullmatch(r'title="([\w.]+)"', rest)
+            assert bool(rest) == bool(title), f"{page}:{first - 1}: {rest} is not title=..."
+            found[-1].blocks.append(Block(page, first, kind, token.content, title[1] if title else None))
     return found

@@ -4,8 +4,12 @@ A line of none of these kinds is an error, so that no page shows a command that 
 """
 
 import contextlib
+import multiprocessing
+import os
 import re
+import runpy
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +27,9 @@ OPTIONS_ONLY = {
 }
 """Beginnings of lines of which only the options are looked up, and why."""
 
-NOT_RUN: dict[str, str] = {}
+NOT_RUN = {
+    "pip install": "needs a network; tests/test_wheel.py installs what is built",
+}
 """Beginnings of lines that cannot run in a test, and why."""
 
 
@@ -45,10 +51,15 @@ def run_lines(text: str) -> None:
 def _run(words: list[str], status: int) -> None:
     if words[0] == "overlapkit":
         _command_line(words, status)
+    elif words[0] == "rm":
+        assert not any(word.startswith(("/", "~", "..")) for word in words), "pages remove what they made"
+        _succeeds(words, Path.cwd())
     elif words[0] == "make":  # what takes minutes: that there is such a target, and what it would run
         _succeeds(["make", "--dry-run", *words[1:]], ROOT)
     elif words[0] == "python":
-        _succeeds([sys.executable, *words[1:]], Path.cwd())
+        _script(words[1:])
+    elif words[0] == "torchrun":
+        _torchrun(words[1:])
     else:
         raise AssertionError(f"tests/docs/commands.py does not know how to try: {shlex.join(words)}")
 
@@ -56,7 +67,8 @@ def _run(words: list[str], status: int) -> None:
 def _knows_options(words: list[str]) -> None:
     given = {word.split("=")[0] for word in words if word.startswith("--")}
     if words[0] == "python":
-        known = set(re.findall(r"--[a-z-]+", _succeeds([sys.executable, words[1], "--help"], ROOT)))
+        sources = [ROOT / words[1], ROOT / "benchmarks/harness.py", ROOT / "benchmarks/budget.py"]
+        known = {name for path in sources for name in re.findall(r'"(--[a-z-]+)"', path.read_text())}
         given = {word for word in given if word != "--its-options"}  # of the script that netlab runs
     else:
         command = typer.main.get_command(cli.app).commands[words[-1 - words[::-1].index("doctor")]]
@@ -76,6 +88,38 @@ def _command_line(words: list[str], status: int) -> None:
         except SystemExit as end:
             if (end.code or 0) != status:
                 raise AssertionError(f"{shlex.join(words)}: exit status {end.code}, not {status}") from end
+
+
+def _script(words: list[str]) -> None:
+    """`python train.py`, in this process."""
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _torchrun(words: list[str]) -> None:
+    """`torchrun --nproc-per-node 2 train.py`: the same variables, in processes forked from this one."""
+    assert words[0] == "--nproc-per-node", f"torchrun {shlex.join(words)}: say how many ranks first"
+    world = int(words[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [
+        multiprocessing.Process(target=_rank, args=(rank, world, port, words[2:])) for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=90)
+        rank.kill()
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * world, f"torchrun {shlex.join(words)}"
+
+
+def _rank(rank: int, world: int, port: int, words: list[str]) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    _script(words)
 
 
 def _succeeds(words: list[str], folder: Path) -> str:

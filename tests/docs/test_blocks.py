@@ -101,7 +101,9 @@ def _run(block: Block, names: dict[str, Any]) -> None:
     for old, new in EDITS.get(block.page, []):
         text = text.replace(old, new)
     files.make(text)
-    if block.kind == "sh":
+    if block.file is not None:
+        Path(block.file).write_text(text)
+    elif block.kind == "sh":
         commands.run_lines(text)
     else:
         stage.run_block(text, block.line, ROOT / block.page, names)

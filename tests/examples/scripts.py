@@ -48,10 +48,11 @@ def run_on_ranks(world: int, *commands: tuple[object, ...]) -> None:
 
     def all_of_them(rank: int) -> None:
         dist.destroy_process_group()  # the scripts join one themselves
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun, which serves the store
+        store, join = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])), dist.init_process_group
         for number, (script, *words) in enumerate(commands):
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-            run(str(script), *words)
+            there = {"store": dist.PrefixStore(f"{number}", store), "rank": rank, "world_size": world}
+            with mock.patch.object(dist, "init_process_group", lambda *_, there=there: join("gloo", **there)):
+                run(str(script), *words)
 
     run_ranks(world, all_of_them, timeout=PATIENCE_S)
 

@@ -15,10 +15,8 @@ from tests.examples.scripts import refusal, run, run_on_ranks
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = "finetune_transformers.py"
-SMALL = (
-    *("--device", "cpu", "--width", 32, "--layers", 2, "--vocab", 300, "--window", 32),
-    *("--megabytes", 0.1, "--batch", 4, "--lr", 0.05, "--steps", 5),
-)
+SHORT = ("--device", "cpu", "--window", 32, "--megabytes", 0.1, "--batch", 4, "--lr", 0.05, "--steps", 5)
+SMALL = (*SHORT, "--width", 32, "--layers", 2, "--vocab", 300)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +83,7 @@ def test_two_ranks_export_whole_tensors(whole: Path, data: Path, tmp_path: Path)
 def test_it_goes_on_from_what_it_left(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     words = ("--pretrained", whole / "model-5", "--data", tmp_path / "data", "--out", out, "--lr", 0.0)
-    run_on_ranks(2, (SCRIPT, *SMALL, *words, "--steps", 1))
+    run_on_ranks(2, (SCRIPT, *SHORT, *words, "--steps", 1))
     before = load_file(whole / "model-5" / "model.safetensors")
     after = load_file(out / "model-1" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -101,6 +99,8 @@ def test_wrong_options_are_one_line_before_anything_is_written(tmp_path: Path) -
     assert "--width 30: give a multiple of 8" in refusal(SCRIPT, *out, "--width", 30)
     assert "--megabytes 0: give more than 0" in refusal(SCRIPT, *out, "--megabytes", 0)
     assert "--vocab 256: give at least 257" in refusal(SCRIPT, *out, "--vocab", 256)
+    given = refusal(SCRIPT, *out, "--pretrained", tmp_path, "--layers", 2)
+    assert f"--layers: leave it out, --pretrained {tmp_path} has one" in given
     missing = refusal(SCRIPT, *out, "--pretrained", tmp_path)
     assert f"--pretrained {tmp_path}: there is no config.json in it" in missing
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 A configuration is what a kernel is compiled for: dtypes, constants (flags and blocks), warps and registers.
 Two sets of calls make them: every block (all widths and few rows, by rule and with each of autotune's
 choices) with all options off and all on; and every combination of options, by rule. What launch code chooses
-newly, a block or a candidate, is among them by itself; a kernel, or a flag's value, that is not, fails a test.
+newly, a block or a candidate, is among them by itself; a kernel or a flag's value that is not fails a test.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -222,15 +222,12 @@ CASES = [
 ]
 
 
-def configurations(
-    dtypes: Sequence[torch.dtype] = launch.DTYPES, *, blocks: bool = True, combinations: bool = True
-) -> list[Launch]:
-    """Each configuration once: its launch with the most rows and fewest columns."""
+def configurations(cases: Sequence[Case] = CASES) -> list[Launch]:
+    """Each configuration once: by rule where the rule chooses it, with the fewest columns and most rows."""
     found: dict[Any, Launch] = {}
-    for case in CASES:
-        calls = [*case.blocks()] if blocks else []
-        calls += [*case.combinations()] if combinations else []
-        for dtype, (n_rows, n_cols, options, choice) in product(dtypes, calls):
+    for case in cases:
+        for dtype, call in product(launch.DTYPES, [*case.blocks(), *case.combinations()]):
+            n_rows, n_cols, options, choice = call
             with recorded() as launches, launch.choosing(choice):
                 case.call(n_rows, n_cols, dtype, **options)
             for one in launches:

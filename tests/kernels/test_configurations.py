@@ -3,6 +3,7 @@
 All of it takes hours to compile: `make ahead` does.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -19,13 +20,10 @@ import compile_ahead
 from compile_ahead import ARCHITECTURES, PAGE, RESULTS
 from overlapkit.kernels import raw as kernels_raw
 from overlapkit.optim import raw as optim_raw
+from tests.kernels import configurations as kernels
 from tests.kernels.ahead import SHARED_AT_MOST, Launch, needed
 from tests.kernels.test_ahead_of_time import names
-
-
-@pytest.fixture(scope="module")
-def everything() -> list[Launch]:
-    return compile_ahead.everything()
+from tests.optim import configurations as optim
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +38,36 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("TRITON_CACHE_DIR", str(base / "triton"))
 
 
-def test_every_kernel_and_both_values_of_every_flag_are_among_them(everything: list[Launch]) -> None:
-    assert {one.name for one in everything} == {*names(kernels_raw), *names(optim_raw)}
+def test_every_kernel_is_among_them() -> None:
+    found = {one.name for one in compile_ahead.of_users()}
+    assert found == {*names(kernels_raw), *names(optim_raw)}
+
+
+def configurations(launcher: str) -> list[Launch]:
+    if launcher == "the optimizer's":
+        return optim.configurations()
+    return kernels.configurations([case for case in kernels.CASES if case.call.__name__ == launcher])
+
+
+LAUNCHERS = [*dict.fromkeys(case.call.__name__ for case in kernels.CASES), "the optimizer's"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_those_of_a_launcher_have_both_values_of_every_flag_and_some_with_every_choice_compile(
+    launcher: str,
+) -> None:
+    found = configurations(launcher)
     values: dict[tuple[str, str], set[Any]] = {}
-    for one in everything:
+    for one in found:
         for name, value in one.constants.items():
-            values.setdefault((one.name, name), set()).add(value)
-    flags = {key: found for key, found in values.items() if True in found or False in found}
-    assert len(flags) > 40
-    assert {key: found for key, found in flags.items() if found != {False, True}} == {}
+            if isinstance(value, bool):
+                values.setdefault((one.name, name), set()).add(value)
+    assert {key: seen for key, seen in values.items() if seen != {False, True}} == {}
+    for one in some_of(found):
+        used = needed(one.compile(90))
+        if one.by_rule:  # autotune drops a candidate that asks for too much, and measures what spills
+            assert used.spills == 0, (one.configuration, used)
+            assert used.shared <= SHARED_AT_MOST[90], (one.configuration, used)
 
 
 def features(one: Launch) -> Iterator[tuple[str, str, Any]]:
@@ -62,26 +81,17 @@ def features(one: Launch) -> Iterator[tuple[str, str, Any]]:
     yield one.name, "values of a thread", int(torch.tensor(sizes).prod()) // (32 * one.warps)
 
 
-def some_of(everything: list[Launch]) -> list[Launch]:
+def some_of(found: list[Launch]) -> list[Launch]:
     """Few configurations that have each feature once, those with most of what is missing first."""
-    found = []
-    rest = list({frozenset(features(one)): one for one in everything}.items())
+    chosen = []
+    rest = list({frozenset(features(one)): one for one in found}.items())
     todo = set().union(*(these for these, _ in rest))
     while todo:
         rest = [(these & todo, one) for these, one in rest if these & todo]
         these, best = max(rest, key=lambda pair: len(pair[0]))
-        found.append(best)
+        chosen.append(best)
         todo -= these
-    return found
-
-
-def test_configurations_that_have_every_choice_compile(everything: list[Launch]) -> None:
-    chosen = some_of(everything)
-    for one in chosen:
-        used = needed(one.compile(90))
-        if one.by_rule:  # autotune drops a candidate that asks for too much, and measures what spills
-            assert used.spills == 0, (one.configuration, used)
-            assert used.shared <= SHARED_AT_MOST[90], (one.configuration, used)
+    return chosen
 
 
 def test_the_page_has_what_users_run_and_the_results_say(results: dict[str, Any]) -> None:
@@ -93,7 +103,7 @@ def test_the_page_has_what_users_run_and_the_results_say(results: dict[str, Any]
 
 
 def test_the_results_are_those_of_this_source(results: dict[str, Any]) -> None:
-    """Of each kernel the first: the others are only known to be the same by the source that made them."""
+    """Of each kernel the first is compiled and compared, for one architecture of each maker."""
     if triton.__version__ != results["triton"]:
         pytest.skip(f"the results are of Triton {results['triton']}, this is {triton.__version__}")
     seen: set[str] = set()
@@ -110,3 +120,16 @@ def test_a_program_has_no_more_threads_than_amd_allows() -> None:
     assert launch.options(32, True, amd=True) == {"num_warps": 16}
     assert launch.options(8, True, amd=True) == {"num_warps": 8}
     assert launch.options(32, True, amd=False) == {"num_warps": 32, "maxnreg": 64}
+
+
+def test_a_spill_is_wrong_by_rule_and_a_candidate_s_is_its_own_affair() -> None:
+    chosen = compile_ahead.of_users()[0]
+    candidate = dataclasses.replace(chosen, by_rule=False)
+    for needs, said in (
+        ([40, 0, 1024], None),
+        ([40, 8, 1024], "spills 8"),
+        ([40, 0, 300_000], "needs 300000 bytes of shared memory"),
+    ):
+        assert compile_ahead.fault(chosen, "sm_90", needs) == said
+        assert compile_ahead.fault(candidate, "sm_90", needs) is None
+    assert "does not compile" in str(compile_ahead.fault(candidate, "sm_90", "CompilationError"))

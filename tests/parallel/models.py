@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 # What FSDP2 imports in its first calls takes a second: here once, instead of in every forked rank.
@@ -12,6 +13,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.debug
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 
 VOCABULARY, WIDTH, TOKENS = 11, 7, 5
 
@@ -90,6 +92,12 @@ def train(
         optimizer.zero_grad()
         loss_of(model, part(batch(step))).backward()
         optimizer.step()
+
+
+ZEROS_FOR_UNUSED = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="before torch 2.13 every rank must use every parameter",
+)
 
 
 def trained_alone(model: nn.Module, steps: int = 2) -> nn.Module:

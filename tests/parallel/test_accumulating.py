@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 import overlapkit as ok
 from overlapkit.optim import clip_grad_norm_
 from overlapkit.parallel import recompute, weights
+from overlapkit.parallel.synchronizers import groups_of
 from tests.cuda_fake import fake_cuda, on_device
 from tests.parallel.collectives import Collectives
-from tests.parallel.models import VOCABULARY, gpt
+from tests.parallel.models import VOCABULARY, ZEROS_FOR_UNUSED, gpt
 from tests.ranks import RanksFailed, one_rank_group, run_ranks
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -300,7 +301,7 @@ def _switches(model: nn.Module) -> list[Any]:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             found.append(state._state_ctx.is_last_backward)
-            for group in state._fsdp_param_groups:
+            for group in groups_of(module):
                 found += [group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward]
                 found += [group.is_sharded]
     return found
@@ -433,6 +434,7 @@ def test_a_parameter_that_is_used_in_the_last_microbatch_only():
     assert run_ranks(2, job) == [[[2.0, 1.0, None]] * 2] * 2
 
 
+@ZEROS_FOR_UNUSED
 def test_a_parameter_that_a_rank_never_uses_beside_others_that_it_does():
     """The zero that stands for its gradient was bf16, and the others' were fp32 by then."""
 

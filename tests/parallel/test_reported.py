@@ -11,6 +11,7 @@ import overlapkit as ok
 from overlapkit.parallel import describe
 from tests.parallel.models import (
     WIDTH,
+    ZEROS_FOR_UNUSED,
     Block,
     batch,
     gpt,
@@ -40,6 +41,7 @@ class Branches(nn.Module):
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
+@ZEROS_FOR_UNUSED
 def test_parameters_that_only_some_ranks_use():
     """pytorch#158719: gradients of different parameters were added up, or ranks hung."""
 
@@ -202,6 +204,7 @@ class RoutedGpt(nn.Module):
         return self.head(x)
 
 
+@ZEROS_FOR_UNUSED
 def test_encoder_and_decoder_with_one_table_and_experts_that_stay_idle():
     def job(rank: int) -> list[float]:
         errors = []

@@ -238,8 +238,14 @@ def test_what_this_torch_does_not_have_is_an_error_that_names_the_version(
         Schedule(**options).check(cuda)
 
 
+def _skip_without_symmetric_memory(memory: str | None) -> None:
+    if memory == "symmetric" and not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        pytest.skip("FSDP2 has no symmetric memory before torch 2.12")
+
+
 @pytest.mark.parametrize("memory", ["group", "symmetric"])
 def test_memory_of_nccl_is_refused_on_the_cpu(memory: str):
+    _skip_without_symmetric_memory(memory)
     with fake_world(2), pytest.raises(ValueError, match=f"comm_memory='{memory}' is NCCL's"):
         ok.shard(gpt(), comm_memory=memory)
 
@@ -264,6 +270,7 @@ class Recorded:
 )
 def test_which_of_torchs_calls_a_gpu_gets(memory: str | None, expected: list[str]):
     """The calls exclude one another: torch refuses its own memory once a custom collective is set."""
+    _skip_without_symmetric_memory(memory)
     unit = mock.Mock(modules=[Recorded()], parameters={}, name="a")
     sharding = mock.Mock(mesh=mock.Mock(device_type="cuda", ndim=1))
     with mock.patch("overlapkit.parallel.waits.GatherWaits.surround"):

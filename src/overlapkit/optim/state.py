@@ -176,9 +176,14 @@ def as_sharded(value: Tensor, param: Tensor, part: Part) -> Tensor:
     shape = param.shape if part.shape is None else torch.Size((param.shape[0], part.shape[1]))
     stride = param.stride() if part.shape is None else (part.shape[1], 1)
     like: Any = param
-    return DTensor.from_local(
-        value, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    # A DTensor over a view takes over the view's offset, for an address, and torch's stager for async_save
+    # then looks for a storage behind it: it is made over the allocation's beginning.
+    first = value.as_strided(value.shape, value.stride(), 0)
+    made: Any = DTensor.from_local(
+        first, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
+    made._local_tensor = value
+    return made  # type: ignore[no-any-return]
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...] | None:

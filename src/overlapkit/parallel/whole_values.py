@@ -73,7 +73,7 @@ class _Whole:
             if local.is_floating_point() or local.is_complex():
                 self.tensor.fill_(float("nan"))
         else:
-            self.tensor = split.full_tensor().clone()
+            self.tensor = split.detach().full_tensor().clone()  # torch 2.11 cannot detach what it gathered
         self._users = self._count()
 
     def alone(self) -> bool:

@@ -1,18 +1,23 @@
 """Real photographs: parts of the one that matplotlib ships, of many shapes and as many files as wanted."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
 import torch
-from PIL import Image
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 HALF_COLOURS, FULL_COLOURS = 2, 0
 MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 
-def photograph() -> Image.Image:
+def photograph() -> "Image.Image":
     """512 x 600, in RGB."""
+    import matplotlib  # here: this file is imported where neither is installed, and the tests are skipped
+    from PIL import Image
+
     return Image.open(Path(matplotlib.get_data_path(), "sample_data", "grace_hopper.jpg")).convert("RGB")
 
 
