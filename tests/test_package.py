@@ -159,6 +159,7 @@ def test_extras_are_what_they_are_said_to_be():
         "tensorboard": ["tensorboard"],
         "remote": ["fsspec"],
         "gpu": ["nvidia-ml-py"],
+        "examples": ["overlapkit[images,viz]", "pillow", "scikit-learn", "tokenizers", "transformers"],
         "all": ["overlapkit[data,images,viz,tensorboard,remote,gpu]"],
     }
     assert set(OPTIONAL.values()) <= extras.keys()
@@ -170,7 +171,7 @@ def test_every_direct_development_dependency_is_pinned():
     extras = PROJECT["optional-dependencies"]
     brought = [
         name
-        for extra in ("data", "docs", "images", "viz", "remote", "dev", "bench")
+        for extra in ("data", "docs", "examples", "images", "viz", "remote", "dev", "bench")
         for name in extras[extra]
     ]
     wanted = [*PROJECT["dependencies"], *brought]
