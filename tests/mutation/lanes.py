@@ -26,8 +26,10 @@ LANES: dict[str, tuple[str, ...]] = {
         "tests/checkpoint/test_deletion.py",
         "tests/checkpoint/test_retention.py",
         "tests/checkpoint/test_writer.py",
+        "tests/checkpoint/test_turns.py",
         "tests/checkpoint/test_storage.py",
     ),
+    "checkpoint/stage.py": ("tests/test_optimizer_step.py",),
     "checkpoint/gather.py": (
         "tests/checkpoint/test_gather.py",
         "tests/checkpoint/test_dcp_exchange.py",
@@ -45,6 +47,7 @@ LANES: dict[str, tuple[str, ...]] = {
         "tests/parallel/test_collectives.py",
         "tests/parallel/test_buckets.py",
         "tests/parallel/test_exchange.py",
+        "tests/parallel/test_traffic.py",
         "tests/parallel/test_accumulating.py",
         "tests/parallel/test_ddp.py",
         "tests/parallel/test_early.py",

@@ -431,6 +431,28 @@ def test_a_backend_that_is_not_gloo_is_waited_for(monkeypatch: pytest.MonkeyPatc
     assert run_ranks(1, job) == [[7.0, 7.0]]
 
 
+def test_a_reduction_waits_for_room_before_it_begins(monkeypatch: pytest.MonkeyPatch):
+    """With room for one, for the one under way; what is not the oldest is not waited for."""
+
+    def job(rank: int) -> list[str]:
+        said: list[str] = []
+
+        def begin(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Late:
+            said.append("begun")
+            return Late(output)
+
+        monkeypatch.setattr("overlapkit.parallel.collectives.reduce_scatter", begin)
+        monkeypatch.setattr(exchange, "direct", lambda group: False)
+        traffic, tensor = Traffic(reductions=2), torch.zeros(1)
+        traffic._late.extend(mock.Mock(wait=partial(said.append, name)) for name in ("oldest", "newest"))
+        ReduceScatter("a", {}, 0, traffic, mock.Mock(ndim=2))(
+            tensor, tensor, dist.group.WORLD, dist.ReduceOp.AVG
+        )
+        return said
+
+    assert run_ranks(1, job) == [["oldest", "begun"]]
+
+
 def test_a_reduction_outside_of_any_backward_is_waited_for_at_once():
     waited: list[bool] = []
     Traffic().wait_late(mock.Mock(wait=lambda: waited.append(True)))
