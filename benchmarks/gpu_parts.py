@@ -98,6 +98,7 @@ def tests_command(report: Path) -> list[str] | None:
     if not files:
         return None
     options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    options += ["-p", "no:benchmark"]  # pytest-benchmark warns beside pytest-xdist, and warnings are errors
     options += ["-p", "benchmarks.pytest_deadline"]
     if find_spec("xdist"):
         options += ["-n", str(WORKERS), "--dist", "worksteal"]

@@ -83,7 +83,10 @@ def no_space_left(folder):
 REFUSED = {
     wrong_device: (ValueError, ["device='gpu'", "'cpu', 'cuda', 'cuda:N'"]),
     no_gpu: (ValueError, ["device='cuda'", "sees no CUDA device", "use device='cpu' or None"]),
-    typo: (TypeError, ["Checkpointer has no option evry", "did you mean every?", "It takes directory, local"]),
+    typo: (
+        TypeError,
+        ["Checkpointer has no option evry", "did you mean every?", "It takes directory, local"],
+    ),
     typo_in_a_function: (TypeError, ["shard has no option prefetch_forward", "forward_prefetch"]),
     shard_after_the_optimizer: (ValueError, ["are in a AdamW already", "call shard first, then make the"]),
     another_model: (
@@ -92,7 +95,12 @@ REFUSED = {
     ),
     no_space_left: (
         OSError,
-        ["step-20 in '{folder}' takes 1.0 MiB", "MiB are free", "Earlier checkpoints are as they were", "keep="],
+        [
+            "step-20 in '{folder}' takes 1.0 MiB",
+            "MiB are free",
+            "Earlier checkpoints are as they were",
+            "keep=",
+        ],
     ),
 }
 
@@ -115,7 +123,9 @@ def test_a_full_disk_keeps_its_error_number(tmp_path):
 def test_set_epoch_forgotten_is_warned_of_once():
     loader = ok.DeviceLoader(batches(), "cpu")
     list(loader)
-    with pytest.warns(UserWarning, match=r"epoch 0 begins again, in the same order .* call loader\.set_epoch"):
+    with pytest.warns(
+        UserWarning, match=r"epoch 0 begins again, in the same order .* call loader\.set_epoch"
+    ):
         list(loader)
     list(loader)
 
@@ -225,7 +235,14 @@ def test_an_old_torch_is_one_error_at_the_import():
             except ImportError as error:
                 print(error)
     """
-    versions = ["2.4.0+cu121", "2.10.1", "1.13.1", "2.11.0", "2.14.0.dev20260901+cu130", "2.12.0a0+5d1.nv26.5"]
+    versions = [
+        "2.4.0+cu121",
+        "2.10.1",
+        "1.13.1",
+        "2.11.0",
+        "2.14.0.dev20260901+cu130",
+        "2.12.0a0+5d1.nv26.5",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *versions],
         input=source,

@@ -49,6 +49,7 @@ class Quorum:
 
     Attributes:
         store: The job's, or None where there is one rank. No call to it may block: quorums share it.
+        given_up: Whether nobody wants to know any more: a settlement that waits then fails at once.
 
     Raises:
         RuntimeError: A launcher started several ranks and there is no process group yet.
@@ -60,6 +61,7 @@ class Quorum:
         self.rank, self.world = rank_and_world()
         self.timeout = timeout or 0.0
         self.store: Any = None
+        self.given_up: Callable[[], bool] = lambda: False
         self._link: _Link | None = None
         self._name = name
         self._failure = failure
@@ -121,7 +123,8 @@ class Quorum:
         try:
             verdict = judge([report, *self._await_reports(prefix)])
         except BaseException as error:
-            self.store.set(f"{prefix}/verdict", json.dumps({"raised": _text(error)}))
+            if not self.given_up():  # else the others go on without this rank, as if it had never come
+                self.store.set(f"{prefix}/verdict", json.dumps({"raised": _text(error)}))
             raise
         self.store.set(f"{prefix}/verdict", json.dumps(verdict))
         return verdict
@@ -162,7 +165,7 @@ class Quorum:
         ours = dict.fromkeys([*keys, f"{prefix}/verdict"])
         earlier = [key for key in self._settled if key not in ours]  # ours: this one was interrupted before
         self._settled = [*earlier, *ours]  # without all reports, too: the next settlement deletes them
-        if not await_keys(self.store, keys, self.timeout):
+        if not await_keys(self.store, keys, self.timeout, self.given_up):
             missing = [rank for rank, key in enumerate(keys, start=1) if not self.store.check([key])]
             raise self._failure(
                 f"rank(s) {', '.join(map(str, missing)) or 'none'} did not report within {self.timeout} s: "
@@ -176,7 +179,7 @@ class Quorum:
     def _await_verdict(self, prefix: str) -> bytes:
         key = f"{prefix}/verdict"
         try:
-            if await_keys(self.store, [key], self.timeout):
+            if await_keys(self.store, [key], self.timeout, self.given_up):
                 verdict: bytes = self.store.get(key)
                 return verdict
             why = ""

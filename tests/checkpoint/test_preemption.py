@@ -520,6 +520,27 @@ def test_torchrun(tmp_path, to, exit_code):
         assert "exitcode  : 143" in error
 
 
+def test_a_rank_that_ends_while_ranks_agree_leaves_no_thread_in_the_store(tmp_path):
+    """torchrun sends SIGTERM where a worker has died; a thread in the store's code at exit is an abort."""
+
+    def run(rank):
+        checkpointer = Checkpointer(tmp_path)
+        checkpointer.on_signal(signal.SIGTERM, deadline=50.0)
+        if rank == 1:
+            kill()
+        checkpointer._quorum.timeout = 0.3  # for its last words to the other rank
+        terminate()
+        deadline = time.monotonic() + 30
+        while not checkpointer.signalled and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # nothing was saved for the signal
+            checkpointer.close()
+        return [one.name for one in threading.enumerate() if "preemption" in one.name]
+
+    assert run_ranks(2, run, may_die=(1,)) == [[], -signal.SIGKILL]
+
+
 def test_no_descriptor_or_thread_is_left(tmp_path):
     def open_now():
         return len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -26,6 +26,7 @@ ABANDONED = os.EX_TEMPFAIL
 """Exit status (75) where the deadline came before the checkpoint was there."""
 
 _TICK_S = 0.1
+_END_S = 10.0  # for a thread to come out of the store's code: the interpreter's exit would cut it off there
 _LAST_WORDS_S = 0.3
 _ASKED_A_SECOND = 2000  # how often the store is asked for a signal, by all ranks together
 
@@ -49,6 +50,7 @@ class Preemption:
           thread does, it is held in that call or sooner, until all ranks have spoken. They agree on the
           highest of these calls, so none has passed it, and none waits for a step that needs a held rank.
         * From the signal to the end of `finish` the deadline holds: the thread ends the process at it.
+        * Once closed, no thread of it asks the store: an interpreter that exits meanwhile would abort.
 
     Args:
         name: The checkpointer's directory: the same on every rank.
@@ -70,6 +72,8 @@ class Preemption:
         self._why: Exception | None = None
         self._known = threading.Event()
         self._over = threading.Event()
+        self._quorum.given_up = self._over.is_set
+        self._agreeing: threading.Thread | None = None
         self._reached = self._saved = self._closed = False
         self._thread = threading.Thread(target=self._watch, name="overlapkit-preemption", daemon=True)
 
@@ -136,7 +140,9 @@ class Preemption:
         if in_main:
             self._give_back()
         if self._thread.ident is not None:
-            self._thread.join(1.0)  # longer only where it waits for a dead rank
+            self._thread.join(_END_S)
+        if self._agreeing is not None:  # which the other thread has made
+            self._agreeing.join(_END_S)
         if in_main and self._wakeup is not None and not self._thread.is_alive():
             self._wakeup.close()
         if self._signal is not None and not self._reached:
@@ -172,7 +178,8 @@ class Preemption:
         if signum is None:
             return
         self._chosen = self._terms.get(signum) or next(iter(self._terms.values()))
-        threading.Thread(target=self._agree, name="overlapkit-preemption-agree", daemon=True).start()
+        self._agreeing = threading.Thread(target=self._agree, name="overlapkit-preemption-agree", daemon=True)
+        self._agreeing.start()
         if not self._over.wait(self._chosen.deadline) or self._why is not None:
             self._abandon()
 

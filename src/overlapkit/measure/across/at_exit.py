@@ -1,10 +1,12 @@
 """Ends background threads before the interpreter goes: it would cut one off within the store's own code."""
 
 import atexit
+import time
 import weakref
 from typing import Protocol
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 10.0
+"""For all of them together: a busy machine needs a while, and who is cut off aborts the process."""
 
 
 class Ending(Protocol):
@@ -25,5 +27,6 @@ def end_at_exit(one: Ending) -> None:
 @atexit.register
 def end_all() -> None:
     """The interpreter exits."""
+    deadline = time.monotonic() + _PATIENCE_S
     for one in list(_living):
-        one.end(_PATIENCE_S)
+        one.end(max(0.0, deadline - time.monotonic()))
