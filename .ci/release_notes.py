@@ -21,8 +21,8 @@ def section(changelog: str, version: str) -> str:
     found = [text.strip() for name, text in zip(parts[1::2], parts[2::2], strict=True) if name == version]
     if len(found) != 1:
         raise SystemExit(
-            f"CHANGELOG.md has {len(found) or 'no'} section(s) [{version}], but {', '.join(parts[1::2])}: rename "
-            f"[Unreleased] to [{version}] - YYYY-MM-DD and begin a new one, or give VERSION="
+            f"CHANGELOG.md has {len(found) or 'no'} section(s) [{version}], but {', '.join(parts[1::2])}: "
+            f"rename [Unreleased] to [{version}] - YYYY-MM-DD and begin a new one, or give VERSION="
         )
     if not found[0]:
         raise SystemExit(f"CHANGELOG.md says nothing under [{version}]")

@@ -10,8 +10,8 @@ The exit status is 3 where one does not compile, or what the rule chooses spills
 """
 
 import argparse
-import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -103,19 +103,15 @@ def compiled(
         if processes == 1:
             yield from map(_compile, jobs)
             return
-        with ProcessPoolExecutor(processes) as pool:
-            for batch in itertools.batched(jobs, 1000) if sys.version_info >= (3, 12) else _batches(jobs):
-                yield from pool.map(_compile, batch, chunksize=4)
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+            for at in range(0, len(jobs), 1000):
+                yield from pool.map(_compile, jobs[at : at + 1000], chunksize=4)
                 shutil.rmtree(cache, ignore_errors=True)  # some 100 KB each
     finally:
         shutil.rmtree(cache, ignore_errors=True)
 
 
 _launches: list[Launch] = []
-
-
-def _batches(jobs: list[tuple[int, str]]) -> Iterable[list[tuple[int, str]]]:
-    return (jobs[at : at + 1000] for at in range(0, len(jobs), 1000))
 
 
 def _compile(job: tuple[int, str]) -> tuple[int, str, list[int] | str]:

@@ -72,7 +72,7 @@ def _about_machine() -> dict[str, Any]:
     """Asked in a process of its own: this one stays without a CUDA context, beside every part."""
     with tempfile.TemporaryDirectory(prefix="gpu-machine-") as folder:
         output = Path(folder) / "output"
-        if run([sys.executable, "benchmarks/machine.py"], 60, output) != 0:
+        if run([sys.executable, "benchmarks/machine.py"], 120, output) != 0:
             return {"commit": None, "hardware": None, "versions": None}
         about: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
         return about

@@ -20,9 +20,9 @@ from machine import ROOT, environment
 from pytest_deadline import NO_TIME, UNTIL
 
 WEIGHTS = {
-    "ceilings": 15,
-    "tests": 130,
-    "kernels": 90,
+    "ceilings": 25,
+    "tests": 125,
+    "kernels": 85,
     "optim": 35,
     "input": 40,
     "checkpoint": 65,
@@ -98,6 +98,7 @@ def tests_command(report: Path) -> list[str] | None:
     if not files:
         return None
     options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    options += ["-p", "no:benchmark"]  # pytest-benchmark warns beside pytest-xdist, and warnings are errors
     options += ["-p", "benchmarks.pytest_deadline"]
     if find_spec("xdist"):
         options += ["-n", str(WORKERS), "--dist", "worksteal"]

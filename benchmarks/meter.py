@@ -108,9 +108,9 @@ class HooksOnly:
             if self.close and self.index in self.looked_at:
                 self.recompute()
             for begin in self.optimizer._optimizer_step_pre_hooks.values():
-                begin(self.optimizer, (), {})
+                begin(self.optimizer, (self.optimizer,), {})
             for end in self.optimizer._optimizer_step_post_hooks.values():
-                end(self.optimizer, (), {})
+                end(self.optimizer, (self.optimizer,), {})
         took = time.perf_counter() - start
         self.index += 1
         return took

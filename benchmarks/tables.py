@@ -114,8 +114,9 @@ def _cells(match: re.Match[str], row: Row, peer: str | None) -> Iterable[tuple[s
 def about() -> str:
     """Where each file comes from."""
     body = []
-    for path in sorted(RESULTS.glob("*.json")):
-        said = read(path.name)
+    for path, said in ((path, read(path.name)) for path in sorted(RESULTS.glob("*.json"))):
+        if "figures" not in said:  # ahead.json, which has a page of its own
+            continue
         machine = said["hardware"]
         gpus = ", ".join(str(gpu) for gpu in machine["gpus"]) or "no GPU"
         where = f"{machine['cores']} cores ({machine['cpu']}), {gpus}"

@@ -17,6 +17,7 @@ PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "README.md": "project/readme.md",
+    "examples/launch/README.md": "project/launch.md",
     "examples/migrate/README.md": "project/migrate.md",
 }
 """Pages outside of docs/, and where the site has them."""

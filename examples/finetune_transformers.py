@@ -153,6 +153,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         report = meter.report()
         print(report)
         (args.out / "result.json").write_text(json.dumps({**result, "report": report.to_dict()}, indent=1))
+    if dist.is_initialized():
+        dist.barrier()  # no rank leaves before rank 0 has written and compared everything
 
 
 def tokenizer_for(args: argparse.Namespace, texts: list[str]) -> PreTrainedTokenizerFast:

@@ -1,4 +1,7 @@
-"""torchtitan's own CheckpointManager with overlapkit's files: its calls of dcp, and how it finds the latest."""
+"""torchtitan's own CheckpointManager with overlapkit's files: its calls of dcp, and how it finds the latest.
+
+Its async_mode is "async" or "disabled"; "async_with_pinned_mem" would need a writer in another process.
+"""
 
 import os
 from concurrent.futures import Future

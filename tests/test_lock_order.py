@@ -118,12 +118,6 @@ def test_a_wait_without_bound_under_a_lock_is_found(order, wait):
     assert f"in {wait.__name__}" in found
 
 
-def asked():
-    signal = threading.Lock()
-    signal.acquire()
-    return signal
-
-
 def told(news):
     with news:
         news.notify_all()

@@ -2,13 +2,19 @@
 
 import email
 import json
+import os
+import re
+import runpy
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from packaging.requirements import Requirement
 
 import overlapkit
 
@@ -82,6 +88,90 @@ def test_the_metadata_asks_for_what_is_stated(metadata):
         "bench",
     }
     assert set(metadata.get_all("Provides-Extra")) == extras
+
+
+def test_each_extra_names_packages_and_extras_that_there_are(metadata):
+    """That each resolves from the index is `make check-package`'s to see."""
+    extras = set(metadata.get_all("Provides-Extra"))
+    for word in metadata.get_all("Requires-Dist"):
+        need = Requirement(word)
+        if need.name == "overlapkit":
+            assert need.extras <= extras, word
+        else:
+            assert not need.extras - {"python"}, word
+
+
+SMOKE = """
+import pathlib, sys
+sys.modules["triton"] = None  # as on macOS: there is none
+import overlapkit
+here = pathlib.Path(sys.prefix).resolve()
+assert here in pathlib.Path(overlapkit.__file__).resolve().parents, overlapkit.__file__
+assert not list(pathlib.Path(overlapkit.__file__).parents[1].glob("tests*"))
+exec(compile(pathlib.Path(sys.argv[1]).read_text(), "README.md", "exec"))
+assert not [name for name in sys.modules if name.startswith("triton.")]
+"""
+
+
+def test_it_trains_in_an_empty_environment_outside_of_the_checkout_without_triton(wheel, tmp_path):
+    """The wheel is unpacked there, as pip does it; what it needs is lent by the environment of the tests."""
+    venv.create(tmp_path / "env", with_pip=False)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    lent = Path(torch.__file__).parents[1]
+    (site / "lent.pth").write_text(str(lent))  # a .pth of a lent folder is not read: no editable installs
+    readme = (ROOT / "README.md").read_text()
+    (tmp_path / "readme.py").write_text(re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)[0])
+    (tmp_path / "smoke.py").write_text(SMOKE)
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(tmp_path / "env/bin/python"), "-W", "error", "smoke.py", "readme.py"],
+        cwd=tmp_path,
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 batch ready" in done.stdout
+    assert (tmp_path / "runs/a/step-60").is_dir()
+
+
+def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):
+    def build(kind, where):
+        command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(tmp_path / kind)]
+        done = subprocess.run(command, cwd=where, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return next((tmp_path / kind).iterdir())
+
+    with tarfile.open(build("sdist", ROOT)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("overlapkit-*")
+    tops = {path.name for path in source.iterdir()}
+    assert {"src", "tests", "examples", "docs", "README.md", "LICENSE", "CHANGELOG.md"} <= tops
+    assert not tops & {".venv", "runs", "build"}
+    contents = []
+    for built in (wheel, build("wheel", source)):
+        with zipfile.ZipFile(built) as archive:
+            contents.append({one.filename: one.CRC for one in archive.infolist()})
+    assert contents[0] == contents[1]
+
+
+def test_release_notes_are_the_section_of_the_version(tmp_path):
+    found = runpy.run_path(str(ROOT / ".ci/release_notes.py"))
+    text = (
+        "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n### Added\n- one\n\n## [0.1.0]\n- two\n"
+    )
+    assert found["own_version"]() == overlapkit.__version__
+    assert found["section"](text, "0.2.0") == "### Added\n- one"
+    assert found["section"](text, "0.1.0") == "- two"
+    for version, words in (
+        ("0.3.0", r"no section\(s\) \[0.3.0\], but Unreleased, 0.2.0"),
+        ("Unreleased", "nothing"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            found["section"](text, version)
 
 
 TORCH_211 = {"torch": "2.11.0+cu128", "triton": "3.6.0"}

@@ -93,7 +93,7 @@ def agreed(verdicts: list[str]) -> str:
 def arguments() -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description="Measure what each step of the migration gains.")
-    parser.add_argument("--steps", type=int, default=40, help="training steps a run (40)")
+    parser.add_argument("--steps", type=int, default=30, help="training steps a run (30)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each version (2)")
     parser.add_argument("--ranks", type=int, default=1, help="under torchrun, on this machine (1: without)")
     parser.add_argument("--out", type=Path, help="keep reports there; by default nothing is kept")

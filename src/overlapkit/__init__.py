@@ -7,6 +7,7 @@ torch that `import torch` leaves alone, starts no thread and touches no device.
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
     from overlapkit.parallel import accumulate, replicate, shard
 
 __version__ = "0.1.0"
+
+
+def _check_torch() -> None:
+    """An old torch is one error here, not a name that is missing somewhere; torch itself is not imported."""
+    try:
+        found = str(sys.modules["torch"].__version__ if "torch" in sys.modules else version("torch"))
+    except PackageNotFoundError:  # built in place: it says itself what it cannot do
+        return
+    if tuple(map(int, found.split(".")[:2])) < (2, 11):
+        raise ImportError(
+            f"overlapkit {__version__} needs torch 2.11 or newer, and this is torch {found}: "
+            "pip install --upgrade torch, or give overlapkit an environment of its own"
+        )
+
+
+_check_torch()
 
 __all__ = [
     "AdamW",

@@ -86,6 +86,12 @@ def test_a_benchmark_is_told_device_and_report_and_what_it_says_is_logged(checko
     assert "'--device', 'cpu', '--quick'" in log
 
 
+def test_what_a_part_reports_beside_its_figures_is_kept(checkout):
+    script = _script(True, 0).replace("'figures'", "'details': {'report': [1, 2]}, 'figures'")
+    (checkout / "benchmarks" / "gpu_step.py").write_text(script)
+    assert _run_part(checkout, "step").details == {"report": [1, 2]}
+
+
 def test_on_a_gpu_a_benchmark_is_told_how_long_it_may_take(monkeypatch):
     command = benchmark_command("optim", "cuda", Path("report"), 100.0, Path("out"))
     assert command[1:] == ["benchmarks/optim.py", "--json", "report", "--device", "cuda", "--budget", "82"]

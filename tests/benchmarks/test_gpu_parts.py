@@ -1,5 +1,6 @@
 """The parts of the GPU run that have files of their own, on the CPU: figures, goals, what is refused."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import ceilings
 import gpu_checkpoint
 import gpu_input
 import gpu_jobs
@@ -17,6 +19,7 @@ from budget import Budget
 from figure import Figure
 from harness import Measurement, alternate, returned_seconds
 from marks import mark, seconds_between
+from tests.cuda_fake import fake_cuda
 
 CPU = torch.device("cpu")
 
@@ -109,6 +112,7 @@ def test_the_step_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert figures["tiny, ours: step"]["goal"] == "<= 1.05 x its compute"
     assert figures["tiny, eager: step"]["goal"] is None
     assert report["details"]["tiny, ours"]["steps"] > 0
+    assert len(json.dumps(report["details"])) < 2**20  # gpu.json holds a few of them, below 16 MB
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -198,3 +202,32 @@ def test_speed_of_a_step_is_beside_its_peer_and_its_ceilings(monkeypatch: pytest
     assert step.ratio == pytest.approx(0.04 / 0.039)
     assert share.value == pytest.approx(100 * 2e13 / 0.04 / 8e14)
     assert mfu.value == pytest.approx(100 * 2e13 / 0.04 / 989.4e12)
+
+
+def test_the_prefetcher_that_is_a_peer_orders_what_it_does() -> None:
+    with fake_cuda() as machine:
+        source = [torch.full((4,), float(k)) for k in range(6)]
+        for batch in source:
+            machine.pinned[batch.untyped_storage().data_ptr()] = batch.nbytes
+        seen = []
+        for batch in gpu_input.prefetched(source, torch.device("cuda", 0), lambda there: there * 2):
+            seen.append((batch + 0).raw.sum().item())
+            del batch
+        gc.collect()
+        assert seen == [8.0 * k for k in range(6)]
+        assert machine.faults == []
+
+
+def test_what_a_copy_reaches_alone_is_beside_that_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("host to device", "device to host")
+    copies = dict.fromkeys(names, lambda: None), dict.fromkeys(names, 10**9)
+    monkeypatch.setattr(ceilings, "copies", lambda nbytes, device: copies)
+    for module in (gpu_input, gpu_checkpoint):
+        monkeypatch.setattr(module, "timer_for", lambda device: lambda variant: 0.02)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    device = torch.device("cuda", 0)
+    spans = [SimpleNamespace(name="copy", bytes=40 * 10**9, start=0, end=10**9)]
+    (into,) = gpu_input.copy_rate(SimpleNamespace(timings=lambda: spans), device)
+    (out,) = gpu_checkpoint.staging_rate({"ours": {"staging": 40.0}}, device)
+    assert [(one.value, one.peer_value) for one in (into, out)] == [(40.0, 50.0)] * 2
+    assert gpu_checkpoint.staging_rate({"ours": {"staging": float("nan")}}, device) == []

@@ -73,7 +73,7 @@ def test_the_optimizer_waits_itself_where_the_writer_has_not_begun(tmp_path: Pat
 def test_the_recorder_sees_an_optimizer_that_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stager, "_order", lambda stager, staging: None)
+    monkeypatch.setattr(Stager, "_order", lambda stager, staging: staging.seal())
     with fake_cuda() as machine, kernels_on(machine):
         train(machine, tmp_path, "late", in_flight=5, held=threading.Event())
         assert any("written" in fault for fault in machine.faults)

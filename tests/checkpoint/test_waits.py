@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from overlapkit.checkpoint import Checkpointer
+from overlapkit.checkpoint import Checkpointer, stage
 from overlapkit.checkpoint.job import Job
 from overlapkit.checkpoint.save import Unfinished
 from overlapkit.lane import Lane
+from overlapkit.pinned import PinnedRing
 from tests.checkpoint.faults import value_state
 from tests.checkpoint.remote.injected import URL, Fault, faulty, put_back
 
@@ -73,6 +75,41 @@ def test_an_upload_that_fails_while_it_is_closed_is_told_when_all_is_closed(tmp_
         hold(checkpointer._uploads._lane, checkpointer._unsent)
         checkpointer.save(1, value_state(1), block=True)
         closes_with(checkpointer, "put_file|injected|store")
+
+
+def test_a_buffer_is_borrowed_when_those_that_are_being_made_are_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, go = threading.Event(), threading.Event()
+
+    def warm(ring: PinnedRing, plan: Any, buffers: int) -> None:
+        buffer = ring.take(plan.nbytes)
+        made.set()
+        go.wait(5)
+        buffer.give_back()
+
+    monkeypatch.setattr(stage, "_warm", warm)
+    with Checkpointer(tmp_path) as checkpointer:
+        stager, state = checkpointer._stager, value_state(1)
+        checkpointer._saver.prewarm(state, beside=True)
+        assert made.wait(30)
+        settle = stager._warming.settle
+        stager._warming.settle = lambda: (go.set(), settle())
+        stager.borrow(8).give_back()
+
+
+def test_what_comes_after_the_copy_has_ended_is_no_change_under_it(tmp_path: Path) -> None:
+    """Though nobody has asked whether it has: in a thread the copy looks for changes itself, at its end."""
+    go, model = threading.Event(), torch.nn.Linear(4, 4)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer._writer.submit(lambda: go.wait(30))
+        save = checkpointer.save(1, state)
+        checkpointer._stager._lane.submit(lambda: None).wait()  # behind the copy
+        with torch.no_grad():
+            model.weight.mul_(2)
+        go.set()
+        save.wait()
 
 
 def test_one_checkpoint_at_a_time_is_read_ahead(tmp_path: Path) -> None:

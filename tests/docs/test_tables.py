@@ -19,7 +19,8 @@ def test_tables_are_what_the_results_give(page: Path) -> None:
 
 def test_every_results_file_is_shown() -> None:
     said = [word for page in tables.PAGES for word in re.findall(r"<!-- table: \w+ (\S+)", page.read_text())]
-    assert {path.name for path in tables.RESULTS.glob("*.json")} <= set(said)
+    files = {path.name for path in tables.RESULTS.glob("*.json") if "figures" in tables.read(path.name)}
+    assert files <= set(said)
 
 
 def test_goals_that_need_a_gpu_say_so_until_one_has_measured_them() -> None:

@@ -37,18 +37,36 @@ def test_dropped_without_a_word_also_in_a_cycle_and_in_another_thread() -> None:
 
 def test_a_source_that_stays_busy_is_left_behind_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "PATIENCE_S", 0.05)
-    release = threading.Event()
+    release, over = threading.Event(), threading.Event()
 
     def source() -> Iterator[int]:
         yield 0
         release.wait(10)
+        over.set()
         yield 1
 
     passing = iter(DeviceLoader(source, "cpu"))
     next(passing)
     with pytest.warns(RuntimeWarning, match="still busy"):
         passing.close()
+    assert not over.is_set(), "closing waited for it all the same"
     release.set()
+
+
+def test_a_batch_that_has_to_be_waited_for_is_told_from_one_that_is_there() -> None:
+    go, looked = threading.Event(), []
+
+    def source() -> Iterator[int]:
+        go.wait(10)
+        yield 0
+
+    passing = iter(DeviceLoader(source, "cpu"))
+    watch = passing._ahead._feed.watch
+    begin = watch.begin
+    watch.begin = lambda look: (looked.append(look), go.set(), begin(look))
+    next(passing)
+    assert looked[0] is True
+    passing.close()
 
 
 class OneAtATime:
@@ -106,8 +124,9 @@ def test_a_forgotten_reader_that_stays_in_the_source_is_waited_for_in_vain(
     monkeypatch.setattr(ahead, "PATIENCE_S", 0.05)
     source = OneAtATime()
     loader = forgotten_in_another_thread(source)
-    with pytest.raises(RuntimeError, match="still busy with a batch for an earlier pass"):
-        iter(loader)
+    for _ in range(2):  # it is not forgotten a second time
+        with pytest.raises(RuntimeError, match="still busy with a batch for an earlier pass"):
+            iter(loader)
     source.through.set()
     monkeypatch.setattr(ahead, "PATIENCE_S", 10.0)
     assert list(loader) == [0, 1]
@@ -182,3 +201,34 @@ def test_the_grad_mode_is_that_of_iter(mode: Any, where: str) -> None:
         with within():
             passing = iter(loader)
         assert [batch.requires_grad for batch in passing] == [wanted] * 2
+
+
+def test_a_pass_that_begins_afresh_waits_for_its_reader_however_long_that_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else two readers would be in the source; closing gives it up after a while, with a warning."""
+    monkeypatch.setattr(ahead, "PATIENCE_S", 0.01)
+    go = threading.Event()
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            if index:
+                go.wait(10)
+            return index
+
+    loader = DeviceLoader(DataLoader(Slow(), batch_size=1), "cpu", depth=2)
+    passing = iter(loader)
+    loader.set_epoch(1)  # after it began: it counts
+    stop = passing._ahead.stop
+
+    def stopping() -> Any:
+        end = stop()
+        settle = end.settle
+        end.settle = lambda: (go.set(), settle())  # the source goes on once somebody waits for it
+        return end
+
+    passing._ahead.stop = stopping
+    assert [int(batch) for batch in passing] == [0, 1, 2, 3]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from overlapkit.input import DeviceLoader
 from overlapkit.input.draws import DrawWatch
-from overlapkit.lane import Ticket
+from overlapkit.lane import Lane, Ticket
 from tests.input.sources import Augmented, Careless, shuffled
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -139,3 +139,14 @@ def test_a_look_may_be_ended_by_a_pass_in_another_thread() -> None:
     watch.begin(look=True)
     watch.end(Pull("late"))
     assert not watch.looking
+
+
+def test_a_pull_that_has_just_begun_is_given_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overlapkit.input.draws.PATIENCE_S", 10.0)
+    watch = DrawWatch()
+    with Lane("input") as lane:
+        lane.delay_s = 0.05
+        watch.begin(look=True)
+        watch.end(lane.submit(random.random))
+    with pytest.warns(match="draws from random"):
+        watch.tell()

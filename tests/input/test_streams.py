@@ -1,6 +1,7 @@
 """DeviceLoader's scheduling on a GPU, under the recorder: no value and no order may be wrong."""
 
 import gc
+import time
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -123,6 +124,48 @@ def test_what_moves_itself_is_ordered_before_its_use_on_another_stream() -> None
         gc.collect()
         assert machine.faults == []
         loader.close()
+
+
+HIDDEN: dict[int, torch.Tensor] = {}
+
+
+class Hidden(Moving):
+    """Its memory is where nobody finds it but itself, such as in an extension."""
+
+    def to(self, device: Any, non_blocking: bool) -> "Hidden":
+        HIDDEN[id(self)] = torch.ones(4, device=device)
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        HIDDEN[id(self)].record_stream(stream)
+
+
+def test_what_moves_itself_is_told_which_stream_uses_it() -> None:
+    with fake_cuda() as machine:
+        loader = ok.DeviceLoader([Hidden() for _ in range(5)], "cuda", depth=1)
+        reading = iter(loader)
+        next(reading)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for batch in reading:
+                HIDDEN.pop(id(batch)).sum()
+        HIDDEN.clear()
+        gc.collect()
+        assert machine.faults == []
+        loader.close()
+
+
+def test_batches_that_nobody_takes_go_back_behind_their_copies_wherever_they_are_dropped() -> None:
+    with fake_cuda() as machine:
+        loader = ok.DeviceLoader(batches(), "cuda", depth=3)
+        reading = iter(loader)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            next(reading)
+            next(reading)  # from here on they are read for this stream, and dropped on another
+        time.sleep(0.05)  # the reader may have gone on, or not: both are right
+        del reading
+        loader.close()
+        gc.collect()
+        assert machine.faults == []
 
 
 def test_no_memory_of_a_batch_is_kept_once_the_loop_has_dropped_it() -> None:

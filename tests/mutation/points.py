@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutation.rules import GUARDS, LOOKS, METHODS, WAITS, Other, other
+from tests.mutation.rules import GUARDS, LOOKS, METHODS, OURS, WAITS, Other, other
 
 _NOTHING = "(lambda held: lambda *_, **__: (held, None)[1])"  # what begins the work stays, and keeps it alive
 
@@ -142,12 +142,12 @@ def _instead(call: ast.Call, function: ast.Attribute, parent: ast.AST | None) ->
 
 def _handed_over(node: ast.Attribute, parent: ast.AST | None, methods: set[str]) -> bool:
     """A wait that somebody else is to call: `return work.wait`, `f(self.order)` where that is a method."""
-    if node.attr not in WAITS or not isinstance(parent, (ast.Call, ast.Return)):
+    if node.attr not in (*WAITS, *OURS) or not isinstance(parent, (ast.Call, ast.Return)):
         return False
     if isinstance(parent, ast.Call) and parent.func is node:
         return False
     own = isinstance(node.value, ast.Name) and node.value.id == "self"
-    return node.attr in methods if own else node.attr in ("wait", "synchronize")
+    return node.attr in methods if own else node.attr in ("wait", "synchronize", *OURS)
 
 
 def _events_handed_over(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.Assign]:

@@ -4,6 +4,7 @@ What they are compiled for is the kinds of the tensors in a table, each a set of
 table alone, and some are together.
 """
 
+import contextlib
 from collections.abc import Iterator
 from itertools import product
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from overlapkit.optim import table as tables
+from overlapkit.optim.arguments import check_form, check_precision
 from overlapkit.optim.columns import AMSGRAD, FP32, PLAIN, SPLIT
 from overlapkit.optim.place import Place
 from overlapkit.optim.raw import launcher
@@ -35,9 +37,10 @@ def entries() -> Iterator[tuple[Entry, Tensor]]:
         grad = torch.zeros(shape, dtype=grads)
         for mode in MODES if dtype == torch.bfloat16 else ("fp32",):
             form = form_of(param, mode, moments, amsgrad)
-            if (form.mode == PLAIN) == (dtype == torch.bfloat16):
-                continue  # a bf16 weight alone is no mode
-            yield Entry(param, form, make([param], [form], None)[0], 0, 0), grad
+            with contextlib.suppress(ValueError):  # what AdamW refuses
+                check_precision([param], mode)
+                check_form(param, form, None, None)
+                yield Entry(param, form, make([param], [form], None)[0], 0, 0), grad
 
 
 def all_tables() -> Iterator[Table]:

@@ -545,8 +545,14 @@ def test_on_a_gpu_the_host_waits_for_nothing_until_it_checks(
         scaled = [loss * weights.Scale(counted, place).tensor() for place in range(2)]
         assert machine.syncs == 0
 
-        heard, arrived = [], counted._arrived
-        monkeypatch.setattr(weights, "_refuse_uneven", lambda said: heard.append((said, arrived.patience)))
+        heard, arrived, there = [], counted._arrived, counted._said
+
+        def hear(said: list[int]) -> None:
+            heard.append((said, arrived.patience))
+            memory = machine.memory_of(there)  # which the host has read
+            machine.access(machine.threads.name, machine.host, memory, write=False)
+
+        monkeypatch.setattr(weights, "_refuse_uneven", hear)
         counted.check()
         assert heard == [([4, 4], 0)], "two microbatches each, read once the copy had arrived"
         assert [it.raw.item() for it in scaled] == pytest.approx([0.6, 0.2])

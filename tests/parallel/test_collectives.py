@@ -395,6 +395,26 @@ class Late(dist.Work):
         return True
 
 
+def test_an_all_reduce_begins_where_the_reduce_scatter_before_it_ends(
+    machine: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
+    def slow(output: torch.Tensor, given: torch.Tensor, **options: Any) -> None:
+        torch.cuda._sleep(100_000_000_000)
+
+    monkeypatch.setattr("overlapkit.parallel.collectives.reduce_scatter", slow)
+    traffic, stream = Traffic(), torch.cuda.current_stream()
+    unit = ReduceScatter("a", {}, 0, traffic, mock.Mock(ndim=2))
+    output = on_device(torch.zeros(4))
+    unit(output, output, None, dist.ReduceOp.AVG)
+    torch.cuda._sleep(100_000_000_000)
+    unit.all_reduced(output)
+    first, second = sorted((s for s in _taken(traffic) if "tail" not in s.name), key=lambda s: s.start)
+    assert (first.name, second.name) == ("reduce_scatter a", "all_reduce a")
+    assert second.start >= first.end
+    assert second.end - second.start > 90e9
+    stream.synchronize()
+
+
 def test_a_backend_that_is_not_gloo_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     def job(rank: int) -> list[float]:
         for name in ("all_gather", "reduce_scatter"):
@@ -409,6 +429,28 @@ def test_a_backend_that_is_not_gloo_is_waited_for(monkeypatch: pytest.MonkeyPatc
         return [gathered.item(), scattered.item()]
 
     assert run_ranks(1, job) == [[7.0, 7.0]]
+
+
+def test_a_reduction_waits_for_room_before_it_begins(monkeypatch: pytest.MonkeyPatch):
+    """With room for one, for the one under way; what is not the oldest is not waited for."""
+
+    def job(rank: int) -> list[str]:
+        said: list[str] = []
+
+        def begin(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Late:
+            said.append("begun")
+            return Late(output)
+
+        monkeypatch.setattr("overlapkit.parallel.collectives.reduce_scatter", begin)
+        monkeypatch.setattr(exchange, "direct", lambda group: False)
+        traffic, tensor = Traffic(reductions=2), torch.zeros(1)
+        traffic._late.extend(mock.Mock(wait=partial(said.append, name)) for name in ("oldest", "newest"))
+        ReduceScatter("a", {}, 0, traffic, mock.Mock(ndim=2))(
+            tensor, tensor, dist.group.WORLD, dist.ReduceOp.AVG
+        )
+        return said
+
+    assert run_ranks(1, job) == [["oldest", "begun"]]
 
 
 def test_a_reduction_outside_of_any_backward_is_waited_for_at_once():

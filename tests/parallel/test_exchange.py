@@ -38,6 +38,37 @@ def test_gathered_values(world: int):
         assert all(right)
 
 
+class _Noted:
+    """A message whose waiting is written down."""
+
+    def __init__(self, work: Any, waited: list[Any]) -> None:
+        self.work, self.waited = work, waited
+
+    def wait(self) -> None:
+        self.waited.append(self)
+        self.work.wait()
+
+
+@pytest.mark.parametrize("average", [None, True], ids=["gathered", "reduced"])
+def test_what_was_sent_has_left_when_it_is_over(average: bool | None, monkeypatch: pytest.MonkeyPatch):
+    """Else the memory that is sent could be used again while it is on its way."""
+
+    def job(rank: int) -> tuple[int, int]:
+        waited: list[Any] = []
+        send = dist.isend
+        monkeypatch.setattr(dist, "isend", lambda *args, **options: _Noted(send(*args, **options), waited))
+        given, group = torch.ones(3), dist.group.WORLD
+        if average is None:
+            finish = exchange.gather(torch.zeros(9), given, group, 5)
+        else:
+            finish = exchange.reduce(torch.zeros(1), given, group, 5, average=average)
+        before = len(waited)
+        finish()
+        return before, len(waited)
+
+    assert run_ranks(3, job) == [(0, 2)] * 3
+
+
 def _reduced(rank: int) -> list[Any]:
     world, group = dist.get_world_size(), dist.group.WORLD
     results = []

@@ -36,6 +36,7 @@ from overlapkit.checkpoint.stage import LANE, Stager
 from overlapkit.checkpoint.tiers import Tiers
 from overlapkit.device import rank_and_world
 from overlapkit.lane import Lane
+from overlapkit.options import named_options
 from overlapkit.quorum import Quorum, Report
 from overlapkit.span import Span, SpanLog
 
@@ -101,6 +102,7 @@ class Checkpointer(Shelf, Preemptible):
 
     _disk = Disk()
 
+    @named_options
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -192,6 +194,8 @@ class Checkpointer(Shelf, Preemptible):
                 self._saver.prepare(state)
             self._every.leave(None, len(self._unfinished) > 0)
             return not_due(step)
+        if self._lock is not None:
+            self._lock.saves()
         save = self._saver.save(self._calls, step, state, kept_metrics, block)
         sent = None if save.uploaded is None else Save(step, save.staged, save.uploaded)
         if sent is not None:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
+import socket
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from typing import Any
 from overlapkit.checkpoint.disk import Disk, write_file
 from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.manifest import MANIFEST, is_ours, manifest_bytes, size_of, step_name
+from overlapkit.warn import warn
 
 _LEFTOVER = re.compile(r"\.(tmp|old|gone|run)-([0-9a-f]{12})(?:-(\d+)|\.lock)")
 
@@ -85,6 +87,7 @@ class RunLock:
     def __init__(self, root: Path) -> None:
         self._pid = os.getpid()
         self._fd: int | None = None
+        self._saves = False
         while self._fd is None:
             self.run = uuid.uuid4().hex[:12]
             self._path = root / f".run-{self.run}.lock"
@@ -100,6 +103,22 @@ class RunLock:
                 with contextlib.suppress(OSError):
                     self._path.unlink()
                 raise
+
+    def saves(self) -> None:
+        """This run saves, and says so in its file; warns, once, where another one that lives does, too."""
+        if self._fd is None or self._saves:
+            return
+        self._saves = True
+        for path in sorted(self._path.parent.glob(".run-*.lock")):
+            with contextlib.suppress(OSError), _dead(path) as dead:
+                if path != self._path and not dead and (who := path.read_text()):
+                    warn(
+                        f"directory={str(path.parent)!r}: another job saves here at the same time ({who}): "
+                        "each replaces the other's steps, and restores them. End one of them, or give each a "
+                        "directory of its own"
+                    )
+        with contextlib.suppress(OSError):  # a full disk: the save itself will say so
+            os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def release(self) -> None:
         """The run is over. Safe to call twice, and in a forked child, whose copy says nothing."""

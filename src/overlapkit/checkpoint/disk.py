@@ -4,10 +4,11 @@ A crash between any two of these calls must leave the old checkpoints or the new
 into each of them.
 """
 
+import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _AT_ONCE = 1024  # buffers that one writev takes (IOV_MAX)
@@ -89,6 +90,30 @@ def _some(written: int) -> int:
     if written == 0:
         raise OSError(errno.EIO, "the file system writes nothing, and does not say why")
     return written
+
+
+@contextlib.contextmanager
+def saying_what_has_no_room(what: str, root: Path, nbytes: int) -> Iterator[None]:
+    """Let the system's bare "No space left on device" say what was to be written, where, and what to do.
+
+    Args:
+        what: What is written.
+        root: The folder on whose file system it goes.
+        nbytes: Its size.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(root).free
+        limit = " `ulimit -f` limits the size of a file." if error.errno == errno.EFBIG else ""
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: {what} in {os.fspath(root)!r} takes {nbytes / 2**20:,.1f} MiB of this rank, "
+            f"and {free / 2**20:,.1f} MiB are free.{limit} Earlier checkpoints are as they were. Make room, "
+            "lower keep=, or save to another directory",
+        ) from error
 
 
 def write_file(disk: Disk, path: Path, data: bytes) -> None:

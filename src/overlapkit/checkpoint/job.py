@@ -9,7 +9,7 @@ from typing import Any
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.commit import commit
 from overlapkit.checkpoint.deletion import Deleting, delete_surplus
-from overlapkit.checkpoint.disk import Disk
+from overlapkit.checkpoint.disk import Disk, saying_what_has_no_room
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.every import Every
 from overlapkit.checkpoint.manifest import step_name
@@ -99,7 +99,10 @@ class Job:
     def _write(self, temporary: Path) -> Report:
         memory = self.staging.memory()
         about = self._about()
-        with self.run.log.host(LANE, "write", bytes=memory.numel()):
+        with (
+            self.run.log.host(LANE, "write", bytes=memory.numel()),
+            saying_what_has_no_room(f"step-{self.step}", self.run.root, memory.numel()),
+        ):
             files = write_share(
                 self.run.disk,
                 temporary,

@@ -66,7 +66,6 @@ class Staging:
             CheckpointError: A tensor was changed outside of `optimizer.step()` while it was copied.
         """
         self.ticket.wait()
-        self.seal()
         if self._changed:
             names = ", ".join(self._changed[:5]) + (" ..." if len(self._changed) > 5 else "")
             raise CheckpointError(
@@ -223,7 +222,6 @@ class Stager:
         for staging in list(self._active):
             start = time.perf_counter_ns()
             self._order(staging)
-            staging.seal()
             staging.stall_s += (time.perf_counter_ns() - start) / 1e9
 
     def _order(self, staging: Staging) -> None:

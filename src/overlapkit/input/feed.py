@@ -7,7 +7,7 @@ import torch
 
 from overlapkit.input.checks import as_integer
 from overlapkit.input.draws import DrawWatch
-from overlapkit.input.epochs import current_epoch, epoch_holders
+from overlapkit.input.epochs import Repeats, current_epoch, epoch_holders
 from overlapkit.input.fixed import FixedMemory
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
@@ -42,6 +42,7 @@ class Feed:
         left: The ends of exclusive passes that nobody has waited for.
         position: Where the loop stands; None before the first pass.
         filler: Whether the batch handed over last had been handed over before.
+        repeats: Tells, once, who goes through one epoch again.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Feed:
         self.ranks = ranks
         self.log = SpanLog()
         self.watch = DrawWatch()
+        self.repeats = Repeats(source)
         self.exclusive = source.exclusive or reuse_buffers
         self.live: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self.left: list[Ticket[None]] = []

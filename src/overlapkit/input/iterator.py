@@ -40,6 +40,8 @@ class BatchIterator:
         self._superseded = False
         self._number: int | None = None  # among the passes that all ranks begin
         self._settled = False
+        if resume is None:
+            feed.repeats.begin(feed.epoch)
         try:
             self._make_way()
             self._start(resume)
@@ -228,6 +230,7 @@ class BatchIterator:
                 "source is empty: it gave no batch in this epoch. A function given as source must return a "
                 "fresh iterator at each call"
             )
+        self._feed.repeats.end(self.position.epoch)
         if ahead.cursor.forgets:
             self._feed.position, self._feed.filler = Position(epoch=self.position.epoch), False
         elif ahead.plan.repeats:

@@ -13,6 +13,7 @@ from overlapkit.input.iterator import BatchIterator
 from overlapkit.input.position import Position
 from overlapkit.input.ranks import Ranks
 from overlapkit.input.uneven import Uneven
+from overlapkit.options import named_options
 from overlapkit.span import Span
 from overlapkit.warn import warn
 
@@ -93,6 +94,7 @@ class DeviceLoader:
         RuntimeError: WORLD_SIZE is set but there is no process group: every rank would read the same.
     """
 
+    @named_options
     def __init__(
         self,
         source: Any,

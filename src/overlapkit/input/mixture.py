@@ -17,6 +17,7 @@ from overlapkit.input.parts import as_parts
 from overlapkit.input.progress import Progress
 from overlapkit.input.tokens import TokenShards
 from overlapkit.input.weights import Place, Plan, Weights
+from overlapkit.options import named_options
 from overlapkit.warn import warn
 
 _ENDLESS = 2**62
@@ -60,6 +61,7 @@ class Mixture:
             no number.
     """
 
+    @named_options
     def __init__(
         self,
         sources: Mapping[str, TokenShards | DataLoader[Any]],

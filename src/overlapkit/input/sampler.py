@@ -13,6 +13,7 @@ from overlapkit.device import rank_and_world
 from overlapkit.input.checks import as_count, as_epoch, as_seed, check_choice, is_integer
 from overlapkit.input.order import BLOCK, Order
 from overlapkit.input.progress import Progress
+from overlapkit.options import named_options
 
 
 class ElasticSampler(DistributedSampler[int]):
@@ -53,6 +54,7 @@ class ElasticSampler(DistributedSampler[int]):
         RuntimeError: WORLD_SIZE is set but there is no process group: every rank would take the same.
     """
 
+    @named_options
     def __init__(
         self,
         dataset: Sized | int,

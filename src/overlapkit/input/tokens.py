@@ -10,6 +10,7 @@ from overlapkit.input.order import Order
 from overlapkit.input.progress import Progress
 from overlapkit.input.shards import find_shards
 from overlapkit.input.windows import Batch, Windows, split
+from overlapkit.options import named_options
 
 _BLOCK = 1 << 15
 """Samples whose order is worked out at once: 21 ns each, against 1.6 us in blocks of 32."""
@@ -68,6 +69,7 @@ class TokenShards:
         RuntimeError: WORLD_SIZE is set but there is no process group: every rank would read the same.
     """
 
+    @named_options
     def __init__(
         self,
         directory: str | os.PathLike[str],

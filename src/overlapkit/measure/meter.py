@@ -39,6 +39,7 @@ from overlapkit.measure.stepping import Step, each_step, is_measured
 from overlapkit.measure.timeline import Timeline
 from overlapkit.measure.tracing import StepTracer
 from overlapkit.optimizer_step import with_hooks
+from overlapkit.options import named_options
 from overlapkit.span import Span
 
 T = TypeVar("T")
@@ -93,6 +94,7 @@ class StepMeter:
         RuntimeError: WORLD_SIZE is set but there is no process group.
     """
 
+    @named_options
     def __init__(
         self,
         model: nn.Module | None = None,

@@ -26,6 +26,7 @@ from overlapkit.optim.place import place_of
 from overlapkit.optim.state import Form, at_random, fits, form_of, is_dense, local, make, nbytes, parts
 from overlapkit.optim.table import Entry, Table
 from overlapkit.optim.updating import Updater
+from overlapkit.options import named_options
 
 _HOW = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 """How this optimizer computes: never taken from a checkpoint, torch.optim.Adam's included."""
@@ -70,6 +71,7 @@ class AdamW(Optimizer):
         RuntimeError: WORLD_SIZE is set but there is no process group: the global norm would be wrong.
     """
 
+    @named_options
     def __init__(
         self,
         params: ParamsT,

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 
 from overlapkit.device import has_process_group, rank_and_world
+from overlapkit.options import named_options
 from overlapkit.parallel.preconditions import check_model
 from overlapkit.parallel.recomputing import recompute
 from overlapkit.parallel.shard_plan import ShardPlan, fill
@@ -20,6 +21,7 @@ _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_MB = 1.0  # torch's own first bucket
 
 
+@named_options
 def replicate(
     model: nn.Module,
     mesh: "DeviceMesh | None" = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.nn as nn
 
+from overlapkit.options import named_options
 from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
 from overlapkit.parallel.leftovers import Leftovers
@@ -29,6 +30,7 @@ M = TypeVar("M", bound=nn.Module)
 _done: "weakref.WeakKeyDictionary[nn.Module, Description]" = weakref.WeakKeyDictionary()
 
 
+@named_options
 def shard(
     model: M,
     mesh: "DeviceMesh | None" = None,

@@ -6,7 +6,7 @@ import weakref
 from typing import Protocol
 
 _PATIENCE_S = 10.0
-"""For all of them together: a busy machine needs more than a moment; who is cut off aborts the process."""
+"""For all of them together: a busy machine needs a while, and who is cut off aborts the process."""
 
 
 class Ending(Protocol):

@@ -1,0 +1,31 @@
+"""Two threads that take turns: both are done when the call returns, and when it raises."""
+
+import threading
+import time
+
+import pytest
+
+from overlapkit.checkpoint.turns import take_turns
+from overlapkit.lane import Lane
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_other_thread_is_done_too(fails: bool) -> None:
+    both, done, here = threading.Barrier(2), [], threading.get_ident()
+
+    def job() -> None:
+        both.wait(30)  # one for each thread
+        if threading.get_ident() == here:
+            if fails:
+                raise OSError("planted")
+            return
+        time.sleep(0.05)
+        done.append("there")
+
+    with Lane("helper") as helper:
+        if fails:
+            with pytest.raises(OSError, match="planted"):
+                take_turns([job, job], helper)
+        else:
+            take_turns([job, job], helper)
+        assert done == ["there"]
