@@ -151,7 +151,7 @@ def test_extras_are_what_they_are_said_to_be():
     extras = PROJECT["optional-dependencies"]
     hard = {"torch>=2.11", "msgspec>=0.19", "safetensors", "numpy", "rich", "typer", "xxhash>=2"}
     assert set(PROJECT["dependencies"]) == hard
-    assert {name: extras[name] for name in extras.keys() - {"dev", "docs", "bench", "examples"}} == {
+    assert {name: extras[name] for name in extras.keys() - {"dev", "docs", "bench"}} == {
         "data": ["torchdata"],
         "images": ["nvidia-dali-cuda130"],
         "images-cu12": ["nvidia-dali-cuda120"],
@@ -159,7 +159,10 @@ def test_extras_are_what_they_are_said_to_be():
         "tensorboard": ["tensorboard"],
         "remote": ["fsspec"],
         "gpu": ["nvidia-ml-py"],
-        "examples": ["overlapkit[images,viz]", "pillow", "scikit-learn", "tokenizers", "transformers"],
+        "examples": [
+            "overlapkit[images,viz]",
+            *("accelerate", "lightning", "pillow", "scikit-learn", "tokenizers", "transformers"),
+        ],
         "all": ["overlapkit[data,images,viz,tensorboard,remote,gpu]"],
     }
     assert set(OPTIONAL.values()) <= extras.keys()

@@ -5,7 +5,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -43,18 +43,27 @@ def run(script: str, *words: object) -> None:
         runpy.run_path(str(path), run_name="__main__")
 
 
-def run_on_ranks(world: int, *commands: tuple[object, ...]) -> None:
-    """Each command, a script and its words, one after the other on all ranks, in a group of its own."""
+def run_on_ranks(world: int, *commands: tuple[object, ...]) -> str:
+    """Each command, a script and its words, one after the other on all ranks, in a group of its own.
 
-    def all_of_them(rank: int) -> None:
+    Returns:
+        What rank 0 printed.
+    """
+
+    def all_of_them(rank: int) -> str:
         dist.destroy_process_group()  # the scripts join one themselves
         store, join = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])), dist.init_process_group
+        printed = io.StringIO()
         for number, (script, *words) in enumerate(commands):
             there = {"store": dist.PrefixStore(f"{number}", store), "rank": rank, "world_size": world}
-            with mock.patch.object(dist, "init_process_group", lambda *_, there=there: join("gloo", **there)):
+            with (
+                mock.patch.object(dist, "init_process_group", lambda *_, there=there: join("gloo", **there)),
+                redirect_stdout(printed),
+            ):
                 run(str(script), *words)
+        return printed.getvalue()
 
-    run_ranks(world, all_of_them, timeout=PATIENCE_S)
+    return run_ranks(world, all_of_them, timeout=PATIENCE_S)[0]
 
 
 def refusal(script: str, *words: object) -> str:

@@ -1,54 +1,54 @@
-"""The main job as a user runs it: resumed bit for bit, equal to its plain baseline, with all it promises."""
+"""The main job as a user runs it: resumed bit for bit, equal to its plain baseline, with all it promises.
 
+Runs are made in this process and its forks, which have torch already; under torchrun and from the shell
+tests/docs/test_readme.py starts it.
+"""
+
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
-SMALL = [
+from tests.examples import scripts
+
+SCRIPT = "train_gpt.py"
+SMALL: list[object] = [
     "--width",
-    "32",
+    32,
     "--layers",
-    "2",
+    2,
     "--window",
-    "32",
+    32,
     "--batch",
-    "8",
+    8,
     "--steps",
-    "20",
+    20,
     "--eval-batches",
-    "2",
+    2,
 ]
-HOW = {
-    "one process": ([], []),
-    "FSDP2": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []),
-    "DDP": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], ["--ddp"]),
-}
-
-
-def command(how: str, out: Path, *options: str) -> list[str]:
-    launcher, extra = HOW[how]
-    return [sys.executable, *launcher, str(SCRIPT), *SMALL, *extra, "--out", str(out), *options]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+HOW: dict[str, tuple[int, list[str]]] = {"one process": (1, []), "FSDP2": (2, []), "DDP": (2, ["--ddp"])}
+pytestmark = pytest.mark.timeout(300)
 
 
 def run(how: str, out: Path, *options: str) -> tuple[dict[str, Any], str]:
     """Run to the end; the result file and what was printed."""
-    ran = subprocess.run(
-        command(how, out, *options), capture_output=True, text=True, env=environment(), timeout=100
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return json.loads((out / "result.json").read_text()), ran.stdout
+    world, extra = HOW[how]
+    words = [*SMALL, *extra, "--out", out, *options]
+    if world > 1:
+        printed = scripts.run_on_ranks(world, (SCRIPT, *words))
+    else:
+        with redirect_stdout(io.StringIO()) as text:
+            scripts.run(SCRIPT, *words)
+        printed = text.getvalue()
+    return json.loads((out / "result.json").read_text()), printed
 
 
 @pytest.fixture(scope="module")
@@ -111,27 +111,25 @@ def test_resuming_across_the_end_of_an_epoch(tmp_path: Path) -> None:
         (["--save-every", "0"], "argument --save-every: invalid positive value: '0'"),
         (["--ddp"], "--ddp needs ranks: torchrun"),
         (["--width", "30"], "--width 30: give a multiple of 8"),
-        (["--bytes", "100"], "100 bytes make no batch"),
-        (["--baseline", "--bytes", "100"], "100 bytes make no batch"),
     ],
 )
 def test_bad_options_are_one_line_before_any_step(options: list[str], words: str, tmp_path: Path) -> None:
-    ran = subprocess.run(
-        command("one process", tmp_path, *options),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=100,
-    )
-    assert ran.returncode != 0
-    assert words in ran.stderr.splitlines()[-1]
+    assert words in scripts.refusal(SCRIPT, *SMALL, "--out", tmp_path, *options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", [[], ["--baseline"]])
+def test_too_little_text_is_one_line_before_any_step(kind: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="100 bytes make no batch"):
+        run("one process", tmp_path, "--bytes", "100", *kind)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(whole: dict[str, Any], tmp_path: Path) -> None:
+    words = map(str, [scripts.EXAMPLES / SCRIPT, *SMALL, "--out", tmp_path, "--save-every", 2])
     running = subprocess.Popen(
-        command("one process", tmp_path, "--save-every", "2"),
-        env=environment(),
+        [sys.executable, *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -163,16 +161,9 @@ def test_what_it_leaves_behind(whole: dict[str, Any]) -> None:
 
 def test_a_finished_run_says_that_nothing_is_left(whole: dict[str, Any]) -> None:
     _, _, out = whole["one process"]
-    again = subprocess.run(
-        command("one process", out),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=100,
-        check=True,
-    )
-    assert "nothing left to do" in again.stdout
+    _, printed = run("one process", out)
+    assert "nothing left to do" in printed
 
 
 def test_the_example_stays_a_tutorial() -> None:
-    assert len(SCRIPT.read_text().splitlines()) < 200
+    assert len((scripts.EXAMPLES / SCRIPT).read_text().splitlines()) < 200
