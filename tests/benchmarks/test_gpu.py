@@ -214,7 +214,8 @@ def test_a_whole_run_from_a_bare_checkout(tmp_path):
 
     paths = os.pathsep.join([str(tmp_path / "hidden"), sysconfig.get_path("purelib")])
     words = ["--out", "out", "--allow-cpu"]
-    done = _gpu(root, *words, options=("-S",), cwd=tmp_path, PYTHONPATH=paths)  # -S: not where ours is installed
+    # -S: not where ours is installed
+    done = _gpu(root, *words, options=("-S",), cwd=tmp_path, PYTHONPATH=paths)
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert {part["name"]: part["status"] for part in report["parts"]} == {
