@@ -45,6 +45,7 @@ FAILED = 1
 def main() -> int:
     args = _arguments()
     signal.signal(signal.SIGTERM, _interrupt)
+    args.out = args.out.resolve()  # parts run elsewhere
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu.log").write_bytes(b"")
     began = time.monotonic()
@@ -72,9 +73,11 @@ def _about_machine() -> dict[str, Any]:
     """Asked in a process of its own: this one stays without a CUDA context, beside every part."""
     with tempfile.TemporaryDirectory(prefix="gpu-machine-") as folder:
         output = Path(folder) / "output"
-        if run([sys.executable, "benchmarks/machine.py"], 120, output) != 0:
+        code = run([sys.executable, "benchmarks/machine.py"], 120, output)
+        lines = [line for line in output.read_text(errors="replace").splitlines() if line.startswith("{")]
+        if code != 0 or not lines:
             return {"commit": None, "hardware": None, "versions": None}
-        about: dict[str, Any] = json.loads(output.read_text().splitlines()[-1])
+        about: dict[str, Any] = json.loads(lines[-1])
         return about
 
 

@@ -21,11 +21,11 @@ from pytest_deadline import NO_TIME, UNTIL
 
 WEIGHTS = {
     "ceilings": 25,
-    "tests": 125,
-    "kernels": 85,
+    "tests": 115,
+    "kernels": 75,
     "optim": 35,
     "input": 40,
-    "checkpoint": 65,
+    "checkpoint": 85,
     "step": 125,
     "meter": 20,
 }

@@ -5,15 +5,17 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import overlapkit
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))  # a checkout in which nothing was installed is enough
+
+import overlapkit  # noqa: E402
 
 _PACKAGES = (
     "holistictraceanalysis",

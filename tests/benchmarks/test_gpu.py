@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -189,9 +190,11 @@ def test_exit_codes(statuses, code):
     assert gpu.exit_code([Result("x", status) for status in statuses]) == code
 
 
-def _gpu(root: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(root / "benchmarks" / "gpu.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=100)
+def _gpu(
+    root: Path, *words: str, options: tuple[str, ...] = (), cwd: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *options, str(root / "benchmarks" / "gpu.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, cwd=cwd, timeout=100)
 
 
 def test_a_whole_run_from_a_bare_checkout(tmp_path):
@@ -209,7 +212,10 @@ def test_a_whole_run_from_a_bare_checkout(tmp_path):
     (root / "benchmarks" / "gpu_checkpoint.py").write_text(_script(False, 3))
     (root / "benchmarks" / "gpu_step.py").write_text(_script(True, 0))
 
-    done = _gpu(root, "--out", str(tmp_path / "out"), "--allow-cpu", PYTHONPATH=str(tmp_path / "hidden"))
+    paths = os.pathsep.join([str(tmp_path / "hidden"), sysconfig.get_path("purelib")])
+    words = ["--out", "out", "--allow-cpu"]
+    # -S: not where ours is installed
+    done = _gpu(root, *words, options=("-S",), cwd=tmp_path, PYTHONPATH=paths)
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert {part["name"]: part["status"] for part in report["parts"]} == {

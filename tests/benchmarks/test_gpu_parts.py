@@ -83,7 +83,7 @@ def test_the_checkpoint_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     ("rate", "free", "where", "gigabytes"),
     [
         (3e9, 100, "disk", 10),  # all of it, in 60 s
-        (3e8, 100, "/dev/shm", 10),  # the disk would take 1.8 GB in that time
+        (3e8, 100, "/dev/shm", 10),  # the disk would take 1.5 GB in that time
         (3e9, 20, "/dev/shm", 10),  # two saves of 10 GB have no room there
     ],
 )

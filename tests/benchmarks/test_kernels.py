@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kernel_speed
+from budget import Budget
 from kernel_cases import CASES, nbytes
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
@@ -102,3 +103,28 @@ def test_memory_is_what_is_allocated_beside_gradients() -> None:
     x = torch.randn(256, 256, requires_grad=True)
     extra: Callable[[], torch.Tensor] = lambda: (x * x).sum()  # noqa: E731
     assert nbytes(x) <= memory.extra_bytes(extra, [x], CPU) <= 4 * nbytes(x)
+
+
+def test_every_kernel_comes_at_its_first_width_before_any_at_its_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel that fails or has no time left is a figure; those after it are measured."""
+    monkeypatch.setattr(kernel_speed, "PEERS", {})
+    monkeypatch.setattr(kernel_speed, "ELEMENTS", 2**10)
+    monkeypatch.setattr(kernel_speed, "WIDTHS", (64, 128))
+    monkeypatch.setattr(kernel_speed, "copy_bandwidth", lambda device, rounds: 1e9)
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setitem(kernel_speed.CASES, "geglu", broken)
+    names = ["swiglu", "geglu", "rms_norm"]
+    figures = {f.name: f for f in kernel_speed.measure(names, False, CPU, Budget(None))}
+    assert figures["geglu 16 x 64: RuntimeError: out of shared memory"].met is False
+    order = [name.split(",")[0] for name in figures if name.endswith("forward: of copy bandwidth")]
+    assert order == ["swiglu 16 x 64", "rms_norm 16 x 64", "swiglu 8 x 128", "rms_norm 8 x 128"]
+    assert figures["swiglu 16 x 64, forward against torch.compile"].ratio_limit == 1.0
+    assert "swiglu 8 x 128, forward against torch.compile" not in figures
+    late = kernel_speed.measure(names, True, CPU, Budget(1e-9))
+    assert [f.name for f in late[1:]] == [f"{name} 16 x 64: no time left" for name in names]

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from overlapkit.checkpoint.job import Job
 from overlapkit.checkpoint.save import Unfinished
 from overlapkit.lane import Lane
 from overlapkit.pinned import PinnedRing
+from overlapkit.span import SpanLog
 from tests.checkpoint.faults import value_state
 from tests.checkpoint.remote.injected import URL, Fault, faulty, put_back
 
@@ -126,3 +128,21 @@ def test_one_checkpoint_at_a_time_is_read_ahead(tmp_path: Path) -> None:
             checkpointer.save(step, value_state(step), block=True)
         assert len(begun) == 1
         go.set()
+
+
+def test_room_is_waited_for_and_not_asked_for_again_and_again() -> None:
+    class Committed:
+        asked, settled, error = 0, False, None
+
+        def done(self) -> bool:
+            self.asked += 1
+            assert self.asked < 9
+            return self.settled
+
+        def settle(self) -> None:
+            self.settled = True
+
+    unfinished = Unfinished(SpanLog())
+    unfinished.add(SimpleNamespace(committed=Committed()))  # type: ignore[arg-type]
+    unfinished.make_room(1)
+    assert len(unfinished) == 0

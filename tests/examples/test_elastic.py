@@ -15,7 +15,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 def test_a_job_goes_on_with_one_rank_where_two_began(tmp_path):
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
@@ -24,7 +24,7 @@ def test_a_job_goes_on_with_one_rank_where_two_began(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=880,
     )
     logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs

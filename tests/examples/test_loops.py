@@ -94,7 +94,7 @@ def begin(script, folder, name, *options, ranks=1):
 def end(started):
     """Rank 0's losses."""
     for process, _ in started:
-        process.join(100)
+        process.join(280)
         if process.is_alive():
             process.kill()
             process.join()
@@ -136,6 +136,7 @@ def plainly(ranks, schedule, monkeypatch):
     raise AssertionError("too few epochs")
 
 
+@pytest.mark.timeout(900)
 def test_the_losses_are_plain_torchs_also_when_resumed_and_on_two_ranks(script, tmp_path, monkeypatch):
     """31 windows are 7 batches for one rank, and 3 for each of two: two ranks begin a second epoch."""
     _, schedule = SCRIPTS[script]

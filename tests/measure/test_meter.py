@@ -473,6 +473,40 @@ def test_steps_that_nobody_reads_do_not_fill_memory(clock):
     assert {(record.period, record.input) for record in records} == {(8, 3)}
 
 
+def test_steps_end_while_another_thread_reads_the_records():
+    """The comparison of ranks reads beside the loop: both take steps from the same end."""
+    meter = StepMeter(history=2)
+    ledger = meter._ledger
+    reading, over = threading.Event(), threading.Event()
+
+    class Read(type(ledger._aside)):
+        """A reader that has begun takes the steps at the worst moment: when the loop has counted them."""
+
+        def __iter__(self):
+            yield from list(super().__iter__())
+            if reading.is_set():
+                self.clear()
+
+    def read():
+        with ledger.lock:
+            reading.set()
+            over.wait(30)
+
+    ledger._aside = Read()
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert reading.wait(30)
+    for _ in range(300):
+        with meter.step():
+            pass
+    reading.clear()
+    assert sum(len(steps) for steps, _ in ledger._aside) > 200  # they are the reader's to take
+    over.set()
+    reader.join()
+    assert [record.index for record in records_of(meter)] == [298, 299]
+    meter.close()
+
+
 def test_history_bounds_what_is_kept():
     meter = StepMeter(history=5)
     for _ in range(9):

@@ -108,12 +108,12 @@ def saying_what_has_no_room(what: str, root: Path, nbytes: int) -> Iterator[None
             raise
         free = shutil.disk_usage(root).free
         limit = " `ulimit -f` limits the size of a file." if error.errno == errno.EFBIG else ""
-        raise OSError(
-            error.errno,
+        error.strerror = (
             f"{error.strerror}: {what} in {os.fspath(root)!r} takes {nbytes / 2**20:,.1f} MiB of this rank, "
             f"and {free / 2**20:,.1f} MiB are free.{limit} Earlier checkpoints are as they were. Make room, "
-            "lower keep=, or save to another directory",
-        ) from error
+            "lower keep=, or save to another directory"
+        )
+        raise
 
 
 def write_file(disk: Disk, path: Path, data: bytes) -> None:

@@ -174,9 +174,14 @@ class Ledger:
 
     def _forget_the_oldest(self) -> None:
         """Those that would be dropped from the records anyway, where nobody has read them."""
-        kept = sum(len(over) for over, _ in list(self._aside))
-        while kept > self._history + len(self._aside[0][0]):
-            kept -= len(self._aside.popleft()[0])
+        if not self.lock.acquire(blocking=False):
+            return  # another thread reads, and takes them from the same end
+        try:
+            kept = sum(len(over) for over, _ in self._aside)
+            while self._aside and kept > self._history + len(self._aside[0][0]):
+                kept -= len(self._aside.popleft()[0])
+        finally:
+            self.lock.release()
 
     def _work_out(self) -> None:
         with self.lock:
