@@ -1,4 +1,7 @@
-"""Every option is documented: each parameter of what users call stands in code font on its page."""
+"""Every option is documented: each parameter of what users call stands in code font on its page.
+
+Where a table of options gives defaults, they are those of the signature.
+"""
 
 import importlib
 import inspect
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,3 +90,32 @@ def test_every_parameter_is_on_the_page(package: str) -> None:
 def test_exceptions_are_there() -> None:
     for package, names in HANDED_OUT.items():
         assert set(names.split()) <= set(importlib.import_module(f"overlapkit.{package}").__all__)
+
+
+def defaults(page: str) -> Iterator[tuple[list[str], str, str]]:
+    """Components, option and shown default, of all tables whose second column is defaults."""
+    head: list[str] = []
+    for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if not cells or not head:
+            head = cells
+        elif head[1:2] == ["default"] and cells[1].strip("-"):
+            options = re.findall(r"`(\w+)`", cells[0])
+            shown = re.split(r", (?![^(]*\))", cells[1])  # one for each, or one for all of a row
+            for option, one in zip(options, shown if len(shown) > 1 else shown * len(options), strict=True):
+                yield re.findall(r"`(\w+)", head[0]), option, one.strip("`")
+
+
+@pytest.mark.parametrize("page", ["checkpoint", "doctor", "input", "meter", "optim", "parallel", "plan"])
+def test_defaults_on_the_page_are_those_of_the_signatures(page: str) -> None:
+    modules = [
+        importlib.import_module(f"overlapkit.{name}") for name, pages in PAGES.items() if page in pages
+    ]
+    things = {name: getattr(module, name) for module in modules for name in module.__all__}
+    rows = list(defaults(page))
+    assert len(rows) >= 8
+    for names, option, shown in rows:
+        signatures = [inspect.signature(things[name]).parameters for name in names]
+        have = [signature[option].default for signature in signatures if option in signature]
+        assert have, f"{names} have no option {option}"
+        assert have == [eval(shown, {"torch": torch})] * len(have), option

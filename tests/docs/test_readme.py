@@ -53,12 +53,6 @@ def test_python_blocks(number: int, tmp_path: Path) -> None:
         assert saved == ["step-20", "step-40", "step-60"]
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_and_pictures_are_there(name: str) -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text())
-    assert [target for target in targets if "://" not in target and not (ROOT / target).exists()] == []
-
-
 @pytest.mark.parametrize("line", commands())
 def test_shell_blocks(line: str, tmp_path: Path) -> None:
     words = SHORTENED.get(line) or [*shlex.split(line), *shlex.split(SMALL), "--out", "{tmp}"]
