@@ -129,6 +129,8 @@ def run(
         took = alternate(turns, rounds=rounds, timer=returned_seconds)
         peak = float(torch.cuda.max_memory_allocated(device)) if on_gpu else None
         report = job.meter.report() if ours else None
+        if peak is not None and report is not None and report.peak_memory is not None:
+            peak = max(peak, float(report.peak_memory))  # the meter sets the allocator's back as it looks
         return took, peak, report, size.flops_per_token(job.parameters) * size.tokens
     finally:
         job.close()
