@@ -81,11 +81,12 @@ def main() -> int:
             rows, told = measure(size, data, device, 2 if args.quick else 5, budget, ceiling)
             figures += rows
             reports |= told
+    code = finish(figures, args, {name: report.to_dict() for name, report in reports.items()})
+    for name, report in reports.items():  # when the figures are safe
+        print(name, report, sep="\n", flush=True)
     if args.png is not None and reports:
         list(reports.values())[-1].plot(args.png)
-    for name, report in reports.items():
-        print(name, report, sep="\n", flush=True)
-    return finish(figures, args, {name: report.to_dict() for name, report in reports.items()})
+    return code
 
 
 def measure(

@@ -157,7 +157,8 @@ def captured(fn: Callable[[], object], device: torch.device) -> Callable[[], obj
     """A replay of fn; without a GPU fn itself, so that this file can be tried there."""
     if device.type != "cuda":
         return fn
-    with torch.cuda.device(device):
+    here = torch.cuda.current_stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(here):  # a capture that fails would leave its stream
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
