@@ -136,15 +136,22 @@ class DcpStager(DcpThread):
     """dcp.async_save with one DefaultStager: it is used again, its buffers stay, it copies in a thread."""
 
     def prepare(self) -> None:
+        self.stager = self.new_stager()
+        self.waited_s = 0.0
+
+    def new_stager(self) -> Any:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         on_gpu = torch.cuda.is_available()  # pinned and non-blocking need it
-        self.stager = DefaultStager(StagingOptions(on_gpu, False, True, on_gpu))
-        self.waited_s = 0.0
+        return DefaultStager(StagingOptions(on_gpu, False, True, on_gpu))
 
     def save(self) -> None:
         from torch.distributed import checkpoint
 
+        inner = getattr(self.stager, "_state_dict_stager", None)
+        if self.saves and not getattr(inner, "_deepcopy_dispatch", True):
+            self.stager.close()  # torch 2.11's empties itself when it has staged: one for each save
+            self.stager = self.new_stager()
         self.saves += 1
         self.waited_s = 0.0
         response: Any = checkpoint.async_save(self.dicts(), checkpoint_id=self.path, async_stager=self.stager)

@@ -20,6 +20,8 @@ COMMANDS = {
 NEEDS = {
     "train_images.py": ("nvidia.dali", "sklearn", "PIL"),
     "finetune_transformers.py": ("transformers", "tokenizers"),
+    "lightning_module.py": ("lightning",),
+    "accelerate_loop.py": ("accelerate",),
 }
 
 
