@@ -2,9 +2,11 @@
 
 import argparse
 import math
+import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from figure import Figure
 
@@ -23,25 +25,53 @@ class Budget:
         """Seconds; negative after the end, infinite without a limit."""
         return self._end - time.monotonic()
 
-    def attempt(
-        self, seconds: float, name: str, unit: str, measure: Callable[[], list[Figure]]
-    ) -> list[Figure]:
+    def attempt(self, seconds: float, name: str, measure: Callable[[], list[Figure]]) -> list[Figure]:
         """The figures that `measure` returns; one in their place where no time is left, or where it raises.
+
+        That one is a missed goal: what was not measured has met none.
 
         Args:
             seconds: That it is thought to take.
             name: Of what is measured.
-            unit: Of its figure where no time is left.
-            measure: What raises in it is printed, and is a missed goal: later figures must not be lost to it.
+            measure: What raises in it is printed: later figures must not be lost to it. Nor must earlier ones
+                to one that takes longer: at the end of the budget TimeoutError is raised in it.
         """
         if self.left() < seconds:
-            return [Figure(f"{name}: no time left", None, unit)]
+            return [not_measured(f"{name}: no time left", "left out")]
         try:
-            return measure()
+            with self._ended():
+                return measure()
         except Exception as error:
             traceback.print_exc()
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:100]
-            return [Figure(f"{name}: {said}", 1, "error", better="lower", limit=0)]
+            return [not_measured(f"{name}: {said(error)}", "error")]
+
+    @contextmanager
+    def _ended(self) -> Iterator[None]:
+        """Raise in the body when the time is up; only the main thread can be told."""
+        if math.isinf(left := self.left()):
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, _time_is_up)
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def not_measured(name: str, what: str) -> Figure:
+    """In place of figures that were to be measured and were not: a goal that is missed."""
+    return Figure(name, 1, what, better="lower", limit=0)
+
+
+def said(error: Exception) -> str:
+    """An error in one short line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:100]
+
+
+def _time_is_up(signum: int, frame: object) -> None:
+    raise TimeoutError("the budget has ended")
 
 
 def add_budget(options: argparse.ArgumentParser) -> None:

@@ -81,7 +81,7 @@ def main() -> int:
                 taken[name] = measure(setting, name, Path(folder))
                 return []
 
-            figures += budget.attempt(needed, name, "ms", one)
+            figures += budget.attempt(needed, name, one)
     return finish([*figures, *figures_of(taken), *staging_rate(taken, device)], args)
 
 

@@ -16,6 +16,7 @@ both. It takes about 40 s.
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import Any
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ceilings
 import overlapkit as ok
-from budget import Budget, add_budget
+from budget import Budget, add_budget, not_measured, said
 from harness import Figure, Measurement, alternate, finish, parser, returned_seconds, time_figure, timer_for
 from marks import mark, seconds_between
 from overlapkit.device import as_device
@@ -182,31 +183,38 @@ def measure(quick: bool, device: torch.device, budget: Budget) -> list[Figure]:
     found, ours = ways(batches, SETTLE + 1 + steps, device, normalise)
     step = Step(device, seconds, side)
     loops = {name: Loop(step, way, expected) for name, way in found.items()}
-    failed = {name: why for name, loop in loops.items() if (why := why_not(name, loop))}
+    failed = {name: why for name, loop in loops.items() if (why := why_not(loop))}
     turns: dict[str, Callable[[], object]] = {n: loop for n, loop in loops.items() if n not in failed}
     limit_s = 0.8 * budget.left()
+    if ALONE in failed or len(turns) == 1:
+        return [failure(name, why) for name, why in failed.items()]
     took = alternate(turns, rounds=rounds, warmup=0, timer=returned_seconds, limit_s=limit_s)
     rows = [time_figure(f"step, {ALONE}", took[ALONE])]
     for name in turns:
         if name != ALONE:
             rows += figures_of(name, loops[name], took)
-    rows += [Figure(f"exposed, {name}: {why}", None, "ms") for name, why in failed.items()]
+    rows += [failure(name, why) for name, why in failed.items()]
     if small:
         absent = ("pinned", "timm-style prefetcher")
         return rows + [Figure(f"exposed, {name}: needs a GPU", None, "ms") for name in absent]
-    return rows + copy_rate(ours, device)
+    return rows + budget.attempt(0.0, "copies of ours", lambda: copy_rate(ours, device))
 
 
-def why_not(name: str, loop: Loop) -> str | None:
-    """A run that is not counted: what a peer raises, which must not cost the others' figures."""
+def why_not(loop: Loop) -> str | None:
+    """A run that is not counted: what it raises, which must not cost the others' figures."""
     try:
         loop()
     except Exception as error:
-        if name in (ALONE, *OURS):
-            raise
-        return f"{type(error).__name__}: {str(error)[:80]}"
+        traceback.print_exc()
+        return said(error)
     loop.exposed.clear()
     return None
+
+
+def failure(name: str, why: str) -> Figure:
+    """In place of what could not be measured; of ours it is a missed goal."""
+    title = f"exposed, {name}: {why}"
+    return not_measured(title, "error") if name in (ALONE, *OURS) else Figure(title, None, "ms")
 
 
 def figures_of(name: str, loop: Loop, took: dict[str, Measurement]) -> list[Figure]:

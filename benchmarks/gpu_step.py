@@ -109,7 +109,7 @@ def measure(
             return [*found, Figure(f"{title}: all of it", time.perf_counter() - began, "s")]
 
         needed = (WHOLE_S if size.whole else BLOCK_S) if compiled else EAGER_S
-        figures += budget.attempt(needed, title, "tokens/s", one)
+        figures += budget.attempt(needed, title, one)
         free(device)
     return figures, reports
 

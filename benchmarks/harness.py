@@ -148,7 +148,8 @@ def alternate(
         rounds: Timed rounds, at least 1. A multiple of the number of variants gives each every place.
         warmup: Rounds before them whose times are thrown away.
         timer: How one call is timed.
-        limit_s: No further round begins so many seconds after the call; one is timed in any case.
+        limit_s: No further round begins that would end later than so many seconds after the call, were it as
+            long as the longest before it; one is timed in any case.
 
     Returns:
         A Measurement of `rounds` samples for each name, fewer where `limit_s` came first, in the order given.
@@ -163,9 +164,10 @@ def alternate(
         raise ValueError(f"rounds={rounds}, warmup={warmup}: rounds is at least 1 and warmup at least 0")
     names = list(variants)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    began = time.monotonic()
+    began, longest = time.monotonic(), 0.0
     for turn in range(-warmup, rounds):
-        if turn > 0 and time.monotonic() - began > limit_s:
+        started = time.monotonic()
+        if turn > 0 and started - began + longest > limit_s:
             break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
@@ -176,6 +178,7 @@ def alternate(
                 raise
             if turn >= 0:
                 samples[name].append(seconds)
+        longest = max(longest, time.monotonic() - started) if turn >= 0 else 0.0  # warm-up rounds compile
     return {name: Measurement(name, tuple(taken)) for name, taken in samples.items()}
 
 

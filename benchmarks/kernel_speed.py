@@ -42,7 +42,7 @@ def measure(names: list[str], quick: bool, device: torch.device, budget: Budget)
     for turn, name, d in sizes(names, quick):
         title, began = f"{name} {ELEMENTS // d:,} x {d:,}", time.monotonic()
         one = partial(size_figures, title, name, d, turn == 0, device, rounds, copy)
-        figures += budget.attempt(longest, title, "us", one)
+        figures += budget.attempt(longest, title, one)
         torch.cuda.empty_cache()
         longest = max(longest, time.monotonic() - began)
     return figures

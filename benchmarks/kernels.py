@@ -52,7 +52,7 @@ def main() -> int:
 
         figures = measure_speed(names, args.quick, device, budget)
     if HEAD in wanted:
-        figures += budget.attempt(HEAD_S, HEAD, "MiB", partial(head_figures, args.quick, device))
+        figures += budget.attempt(HEAD_S, HEAD, partial(head_figures, args.quick, device))
     return finish(figures, args)
 
 

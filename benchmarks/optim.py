@@ -81,10 +81,10 @@ def on_cpu(quick: bool, budget: Budget) -> list[Figure]:
     sets = {"4 large": [(side, side)] * 4, "1,000 small": [(100,)] * 1000}
     for name, shapes in sets.items():
         one = partial(beside_fused, name, shapes, 6 if quick else 40)
-        figures += budget.attempt(SET_S, f"fp32, {name}", "ms", one)
+        figures += budget.attempt(SET_S, f"fp32, {name}", one)
     for form in FORMS:
         one = partial(form_on_cpu, form, side, 2 if quick else 5)
-        figures += budget.attempt(FORM_S, form, "ms", one)
+        figures += budget.attempt(FORM_S, form, one)
     return figures
 
 
@@ -116,10 +116,10 @@ def on_gpu(device: torch.device, quick: bool, budget: Budget) -> list[Figure]:
     figures, rounds = [], 5 if quick else 20
     for name, (shapes, groups) in sets.items():
         one = partial(beside_torch, name, shapes, groups, device, rounds)
-        figures += budget.attempt(SET_S, name, "ms", one)
+        figures += budget.attempt(SET_S, name, one)
         torch.cuda.empty_cache()
     for form in FORMS:
-        figures += budget.attempt(FORM_S, form, "ms", partial(form_on_gpu, form, size, device, rounds))
+        figures += budget.attempt(FORM_S, form, partial(form_on_gpu, form, size, device, rounds))
         torch.cuda.empty_cache()
     return figures
 

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,9 +62,9 @@ def test_a_peer_that_fails_costs_no_other_figure() -> None:
         raise OSError("no space left in /dev/shm")
 
     loop = gpu_input.Loop(gpu_input.Step(CPU, 1e-4, 8), broken, [torch.zeros(())] * 4)
-    assert gpu_input.why_not("DataLoader", loop) == "OSError: no space left in /dev/shm"
-    with pytest.raises(OSError, match="no space"):
-        gpu_input.why_not("ours", loop)
+    assert gpu_input.why_not(loop) == "OSError: no space left in /dev/shm"
+    assert gpu_input.failure("DataLoader", "no space").met is None
+    assert gpu_input.failure("ours over DataLoader", "no space").met is False
 
 
 def test_the_checkpoint_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -146,12 +148,19 @@ def test_a_budget_leaves_out_and_says_so(capsys: pytest.CaptureFixture[str]) -> 
     def broken() -> list[Figure]:
         raise ValueError("no such kernel\nmore")
 
-    assert Budget(None).attempt(1e9, "x", "s", one) == one()
-    (left_out,) = Budget(5.0).attempt(10.0, "x", "s", one)
-    assert (left_out.name, left_out.value, left_out.met) == ("x: no time left", None, None)
-    (failed,) = Budget(None).attempt(0.0, "x", "s", broken)
+    assert Budget(None).attempt(1e9, "x", one) == one()
+    (left_out,) = Budget(5.0).attempt(10.0, "x", one)
+    assert (left_out.name, left_out.goal, left_out.met) == ("x: no time left", "<= 0 left out", False)
+    (failed,) = Budget(None).attempt(0.0, "x", broken)
     assert (failed.name, failed.met) == ("x: ValueError: no such kernel", False)
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_overruns_its_budget_is_ended_there() -> None:
+    """Or the whole part would be stopped before it has written what it knows."""
+    (late,) = Budget(0.05).attempt(0.0, "x", lambda: time.sleep(100))
+    assert (late.name, late.met) == ("x: TimeoutError: the budget has ended", False)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_rounds_end_with_their_time_but_one_is_timed() -> None:

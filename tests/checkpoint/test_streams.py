@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import overlapkit as ok
-from overlapkit.checkpoint import layout
+from overlapkit.checkpoint import CheckpointError, layout
 from overlapkit.checkpoint.stage import Stager
 from tests.cuda_fake import FakeCuda, fake_cuda, module_on_device, on_device
 from tests.optim.on_fake import kernels_on
@@ -109,3 +109,20 @@ def test_state_leaves_the_device_page_locked_and_without_blocking(tmp_path: Path
         assert machine.copies
         assert all(non_blocking for _, non_blocking in machine.copies)
         assert all(nbytes for nbytes, _ in machine.copies)
+
+
+@pytest.mark.usefixtures("_any_tensor")
+def test_a_change_by_hand_under_the_copy_fails_the_save(tmp_path: Path) -> None:
+    """Nobody has asked before the writer does: it is told by the ticket that it waits for."""
+    go_on = threading.Event()
+    with fake_cuda():
+        net = module_on_device(nn.Linear(3, 5))
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        with ok.Checkpointer(tmp_path) as ckpt:
+            ckpt._writer.submit(lambda: go_on.wait(30))
+            save = ckpt.save(1, {"net": net, "opt": opt})
+            with torch.no_grad():
+                net.weight.mul_(2)
+            go_on.set()
+            with pytest.raises(CheckpointError, match="changed outside of"):
+                save.wait()

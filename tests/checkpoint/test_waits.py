@@ -146,3 +146,12 @@ def test_room_is_waited_for_and_not_asked_for_again_and_again() -> None:
     unfinished.add(SimpleNamespace(committed=Committed()))  # type: ignore[arg-type]
     unfinished.make_room(1)
     assert len(unfinished) == 0
+
+
+def test_memory_that_is_made_ahead_is_there_when_the_call_returns(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        stager, share = checkpointer._stager, checkpointer._planner.take(value_state(1))
+        lane, ring = stager._ready(share.device)
+        lane.delay_s = 0.3
+        stager.prewarm(share)
+        assert ring.nbytes > 0
