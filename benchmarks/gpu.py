@@ -16,7 +16,7 @@ DIR/gpu.log holds what the parts said, and DIR/step.png, with matplotlib, the la
 
 Exit codes: 0 all that was asked for ran and every goal is met; 3 a goal is missed, or a part is absent,
 skipped or had no time left; 1 a part failed or was stopped at its share; 2 wrong usage, or no CUDA
-device.
+device. What a part left out for want of time is a missed goal.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 Forward, and forward with backward, each captured in a CUDA graph, so that no launch from Python counts. The
 variants are replayed in turns, the L2 cache flushed before each replay. Every kernel is measured at its first
-width, beside torch.compile, before any is at its second: a budget that ends leaves out widths, not kernels.
+width, then beside torch.compile there, which compiles each for seconds, and only then at its other widths: a
+budget that ends leaves out those, not kernels.
 """
 
 import time
@@ -25,6 +26,7 @@ ELEMENTS = 2**27  # of each tensor: 256 MiB in bf16, beyond any cache
 SHARE = 90.0  # % of the copy bandwidth
 AHEAD = 1.0
 PEERS = {"liger": "liger_kernel", "quack": "quack"}
+COMPILED = 1  # the turn in which torch.compile is the peer
 LOSSES = ("cross_entropy", "cross_entropy_")
 
 
@@ -38,33 +40,39 @@ def measure(names: list[str], quick: bool, device: torch.device, budget: Budget)
         for peer, package in PEERS.items()
         if find_spec(package) is None
     ]
-    longest = 0.0
+    before = 0.0  # seconds of the one before
     for turn, name, d in sizes(names, quick):
         title, began = f"{name} {ELEMENTS // d:,} x {d:,}", time.monotonic()
-        one = partial(size_figures, title, name, d, turn == 0, device, rounds, copy)
-        figures += budget.attempt(longest, title, one)
+        one = partial(size_figures, title, name, d, turn == COMPILED, device, rounds, copy)
+        figures += budget.attempt(
+            before, f"{title} against torch.compile" if turn == COMPILED else title, one
+        )
         torch.cuda.empty_cache()
-        longest = max(longest, time.monotonic() - began)
+        before = time.monotonic() - began
     return figures
 
 
 def size_figures(
-    title: str, name: str, d: int, first: bool, device: torch.device, rounds: int, copy: float
+    title: str, name: str, d: int, compiled: bool, device: torch.device, rounds: int, copy: float
 ) -> list[Figure]:
-    """One kernel at one width; beside torch.compile at the first, for it compiles each anew, for seconds."""
+    """One kernel at one width, or what it is there beside torch.compile."""
     case = CASES[name](ELEMENTS // d, d, torch.bfloat16, device)
-    if first:
-        case.peers["torch.compile"] = torch.compile(case.peers["torch"], dynamic=False)
-    return case_figures(title, case, device, rounds, copy)
+    if not compiled:
+        return case_figures(title, case, device, rounds, copy)
+    case.peers = {"torch.compile": torch.compile(case.peers["torch"], dynamic=False)}
+    return [
+        figure for figure in case_figures(title, case, device, rounds, copy) if " against " in figure.name
+    ]
 
 
 def sizes(names: list[str], quick: bool) -> list[tuple[int, str, int]]:
-    """(turn, kernel, width): first all kernels at their first width."""
+    """(turn, kernel, width): all kernels at their first width, there beside torch.compile, then at others."""
     found = []
     for name in names:
-        widths = CLASSES if name in LOSSES else WIDTHS
-        for turn, d in enumerate(widths[:1] if quick or name == "rope" else widths):
-            found.append((turn, name, d))
+        first, *others = CLASSES if name in LOSSES else WIDTHS
+        found += [(0, name, first), (COMPILED, name, first)]
+        if not quick and name != "rope":
+            found += [(COMPILED + 1 + turn, name, d) for turn, d in enumerate(others)]
     return sorted(found, key=lambda size: size[0])
 
 
@@ -149,7 +157,8 @@ def captured(fn: Callable[[], object], device: torch.device) -> Callable[[], obj
     """A replay of fn; without a GPU fn itself, so that this file can be tried there."""
     if device.type != "cuda":
         return fn
-    with torch.cuda.device(device):
+    here = torch.cuda.current_stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(here):  # a capture that fails would leave its stream
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -175,7 +184,7 @@ def memory_figures(
         for name, fn in functions.items()
     }
     ours = peaks.pop("ours")
-    if ours is None:
+    if ours is None or not peaks:
         return []
     best = min(peaks, key=lambda name: peaks[name] or 0)
     return [Figure(f"{title}: peak memory", ours, "MiB", "lower", best, peaks[best])]

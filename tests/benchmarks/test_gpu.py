@@ -174,6 +174,18 @@ def test_tests_that_no_time_is_left_for_are_counted(checkout, monkeypatch):
     assert result.tests["passed"] + result.tests["no_time"] == 6
 
 
+def test_a_test_that_runs_when_time_is_up_costs_no_other_result(checkout, monkeypatch):
+    shutil.copy(ROOT / "benchmarks" / "pytest_deadline.py", checkout / "benchmarks")
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
+    (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
+    body = "import os, time, pytest\n@pytest.fixture\ndef late():\n"
+    body += f"    os.environ[{UNTIL!r}] = '0'\n@pytest.mark.gpu\ndef test_first():\n    pass\n"
+    body += "@pytest.mark.gpu\ndef test_it(late):\n    time.sleep(300)\n"
+    (checkout / "tests" / "test_it.py").write_text(body)
+    result = _run_part(checkout, "tests")
+    assert (result.status, result.tests["passed"], result.tests["no_time"]) == ("no time", 1, 1)
+
+
 @pytest.mark.parametrize(
     ("statuses", "code"),
     [

@@ -17,6 +17,7 @@ import gpu_checkpoint
 import gpu_input
 import gpu_jobs
 import gpu_step
+import saving
 from budget import Budget
 from figure import Figure
 from harness import Measurement, alternate, returned_seconds
@@ -79,6 +80,14 @@ def test_the_checkpoint_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         parts = [figures[f"{part}, {name}"]["value"] for part in ("stall", "slowdown", "exposed")]
         assert parts[0] + parts[1] == pytest.approx(parts[2])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json"]
+
+
+def test_a_save_that_had_no_second_is_reported_as_such(tmp_path: Path) -> None:
+    setting = saving.Setting("small", 1 << 16, 8, 1, 1e-3, tmp_path, "cpu")
+    once = gpu_checkpoint.measure(setting, "ours", tmp_path, Budget(1e-9))
+    assert (once["saves"], once["stall"]) == (1, once["first"])
+    names = [figure.name for figure in gpu_checkpoint.figures_of({"ours": once})]
+    assert "all of ours are of its first save, for want of time" in names
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from overlapkit.checkpoint.turns import take_turns
+from overlapkit.checkpoint.turns import many_at_once, take_turns
 from overlapkit.lane import Lane
 
 
@@ -29,3 +29,14 @@ def test_the_other_thread_is_done_too(fails: bool) -> None:
         else:
             take_turns([job, job], helper)
         assert done == ["there"]
+
+
+def test_the_error_of_one_of_many_is_raised() -> None:
+    done: list[int] = []
+
+    def broken() -> None:
+        raise OSError("planted")
+
+    with pytest.raises(OSError, match="planted"):
+        many_at_once([lambda: done.append(1), broken, lambda: done.append(3)], threads=1)
+    assert done[:1] == [1]

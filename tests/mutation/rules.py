@@ -53,7 +53,6 @@ OTHERS = (
     Other("checkpoint/preemption.py", "_known", "threading.Event: tells a thread to begin"),
     Other("checkpoint/preemption.py", "_over", "threading.Event: tells a thread to end"),
     Other("checkpoint/preemption.py", "_wakeup", "signals"),
-    Other("checkpoint/turns.py", "one", "concurrent.futures: a pool that is joined anyway"),
     Other("doctor/link/local.py", "process", "a child process"),
     Other("doctor/link/local.py", "running", "a child process"),
     Other("input/iterator.py", "ranks", "ranks agree through the job's store"),
