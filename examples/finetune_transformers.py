@@ -225,9 +225,7 @@ def export_and_load(
     """
     folder = args.out / f"model-{args.steps}"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run in the same folder
-    export(
-        args.out, folder, only="model"
-    )  # slice by slice from the checkpoint's shards: no rank holds it all
+    export(args.out, folder, only="model")  # slice by slice from the checkpoint: no rank holds it all
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -43,4 +43,6 @@ def loader(args: argparse.Namespace, device: object) -> ok.DeviceLoader:
     """This rank's batches, ready on the device; made once there is a process group, where there is one."""
     windows = Windows(standard_library()[0][: args.bytes], args.window)
     batches = DataLoader(windows, args.batch, sampler=ok.ElasticSampler(windows), drop_last=True)
+    if len(batches) == 0:  # a loop over nothing would begin again for ever
+        raise SystemExit(f"--batch {args.batch}: {len(windows):,} windows make no batch for each rank")
     return ok.DeviceLoader(batches, device, transform=inputs_and_targets)

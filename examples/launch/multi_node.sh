@@ -17,8 +17,7 @@ processes=${PROCESSES:-gpu}
 #   NCCL_DEBUG=WARN           say in the log what NCCL complains about
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
-# A collective that fails ends the process, and torchrun then ends or restarts all: nothing waits for ever.
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
+# Left alone, each process starts as many threads as there are cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 options=(--numa-binding node)

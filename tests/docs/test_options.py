@@ -92,8 +92,8 @@ def test_exceptions_are_there() -> None:
         assert set(names.split()) <= set(importlib.import_module(f"overlapkit.{package}").__all__)
 
 
-def defaults(page: str) -> Iterator[tuple[list[str], str, str]]:
-    """Components, option and shown default, of all tables whose second column is defaults."""
+def defaults(page: str) -> Iterator[tuple[str, str, str]]:
+    """Head, option and shown default, of all tables whose second column is defaults."""
     head: list[str] = []
     for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -103,7 +103,7 @@ def defaults(page: str) -> Iterator[tuple[list[str], str, str]]:
             options = re.findall(r"`(\w+)`", cells[0])
             shown = re.split(r", (?![^(]*\))", cells[1])  # one for each, or one for all of a row
             for option, one in zip(options, shown if len(shown) > 1 else shown * len(options), strict=True):
-                yield re.findall(r"`(\w+)", head[0]), option, one.strip("`")
+                yield head[0], option, one.strip("`")
 
 
 @pytest.mark.parametrize("page", ["checkpoint", "doctor", "input", "meter", "optim", "parallel", "plan"])
@@ -114,8 +114,19 @@ def test_defaults_on_the_page_are_those_of_the_signatures(page: str) -> None:
     things = {name: getattr(module, name) for module in modules for name in module.__all__}
     rows = list(defaults(page))
     assert len(rows) >= 8
-    for names, option, shown in rows:
-        signatures = [inspect.signature(things[name]).parameters for name in names]
+    for head, option, shown in rows:
+        signatures = [inspect.signature(things[name]).parameters for name in components(head)]
         have = [signature[option].default for signature in signatures if option in signature]
-        assert have, f"{names} have no option {option}"
+        assert have, f"{head} has no option {option}"
         assert have == [eval(shown, {"torch": torch})] * len(have), option
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    for head in {head for head, _, _ in rows}:  # such a table has every option
+        _, _, table = text.partition(f"| {head} | default |")
+        told = set(re.findall(r"`(\w+)`", table.partition("\n\n")[0])) | set(re.findall(r"\w+", head))
+        for name in components(head):
+            assert set(inspect.signature(things[name]).parameters) - told == set(), name
+
+
+def components(head: str) -> list[str]:
+    """What a table of options is about."""
+    return re.findall(r"`(\w+)", head)

@@ -33,3 +33,20 @@ def test_extras_that_pages_name_are_there() -> None:
     }
     assert {extra for _, extra in named} >= {"viz", "examples", "remote", "gpu"}
     assert {(page, extra) for page, extra in named if extra not in extras} == set()
+
+
+def test_commands_for_examples_name_scripts_and_options_that_there_are() -> None:
+    shown = [file.read_text() for file in [*PAGES, *ROOT.glob("examples/**/*")] if file.is_file()]
+    lines = {
+        found
+        for text in shown
+        for found in re.findall(r"(examples/[\w/]+\.(?:py|sh|sbatch)) ([^`\n]*)", text)
+    }
+    assert len(lines) > 25
+    for script, words in lines:
+        assert (ROOT / script).is_file(), script
+        target = re.search(r"examples/[\w/]+\.py", words)  # what a launcher starts
+        folder = (ROOT / (target[0] if target else script)).parent
+        sources = "".join(file.read_text() for file in folder.glob("*.py"))
+        for option in re.findall(r"(--[a-z-]+)", words.partition("#")[0]):
+            assert f'"{option}"' in sources, f"{script} {words}: no {option}"

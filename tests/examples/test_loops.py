@@ -163,3 +163,11 @@ def test_bad_options_are_one_line(words, line, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         task.arguments("what it is")
     assert line in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_too_little_text_is_one_line_and_no_loop_without_end(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import task
+
+    with pytest.raises(SystemExit, match="--batch 32: 31 windows make no batch for each rank"):
+        task.loader(argparse.Namespace(**SIZE | {"batch": 32}), "cpu")
