@@ -82,9 +82,7 @@ def case_figures(name: str, n: int, d: int) -> list[Figure]:
 
 def ratios(case: Case, function: Function) -> tuple[dict[str, float], dict[str, int]]:
     """Bytes over floor of each part, and the floors in bytes."""
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
-    ledger = import_module("tests.kernels.ledger").ledger
+    ledger = of_tests("kernels.ledger").ledger
     for x in case.leaves():
         x.grad = None
     with ledger() as forward:
@@ -97,6 +95,13 @@ def ratios(case: Case, function: Function) -> tuple[dict[str, float], dict[str, 
     return {part: moved[part] / floor for part, floor in floors.items()}, floors
 
 
+def of_tests(name: str) -> Any:
+    """A module that the tests have."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    return import_module(f"tests.{name}")
+
+
 def on_a_gpus_processors(module: Any, name: str) -> None:
     """Liger's norms deal rows to one program on a CPU: let them deal to as many as ours, for good."""
     source = inspect.getsource(getattr(module, name))
@@ -106,7 +111,7 @@ def on_a_gpus_processors(module: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def gaps_filled() -> Iterator[None]:
-    """What the interpreter (Triton 3.7) lacks for Liger's kernels, and the processors that a CPU has not."""
+    """What the interpreter lacks for Liger's kernels, and in Triton 3.6 for ours; a GPU's processors."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -135,6 +140,8 @@ def gaps_filled() -> Iterator[None]:
         changed.append((fused, "rsqrt", fused.rsqrt))
         for name in ("rms_norm", "layer_norm", "fused_add_rms_norm"):
             on_a_gpus_processors(import_module(f"liger_kernel.ops.{name}"), f"{name}_backward")
+    patch = interpreter._patch_lang_tensor
+    interpreter._patch_lang_tensor = of_tests("interpreter")._indexing(patch)
     interpreter._implicit_cvt = with_floats
     torch.cuda.get_device_properties = lambda *device: SimpleNamespace(multi_processor_count=PROCESSORS)
     for module, key, _ in changed:
@@ -143,5 +150,6 @@ def gaps_filled() -> Iterator[None]:
         yield
     finally:
         interpreter._implicit_cvt, torch.cuda.get_device_properties = convert, properties
+        interpreter._patch_lang_tensor = patch
         for module, key, value in changed:
             setattr(module, key, value)
