@@ -46,7 +46,8 @@ def test_a_minute_under_fire(tmp_path: Path) -> None:
     assert found["faults injected"]["value"] >= 12
     measured = [name for name, one in found.items() if name.startswith("survived: ") and one["value"]]
     assert len(measured) >= 11
-    assert list(scratch.iterdir()) == []
+    left = [path.name for path in scratch.iterdir()]
+    assert [name for name in left if not name.startswith("torchelastic_")] == []  # a killed torchrun's logs
 
 
 def rank_records(rank: int, world: int, begin: int, end: int, **start: Any) -> list[dict[str, Any]]:

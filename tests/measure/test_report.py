@@ -286,7 +286,10 @@ def test_a_model_that_the_loop_does_not_call_is_said_so():
     with meter.step():
         pass
     report = meter.report()
-    assert report.parts["forward"].reason == "the model was not called"
+    assert (
+        report.parts["forward"].reason
+        == "the model was not called: a meter belongs on what torch.compile(model) returned"
+    )
     assert report.parts["backward"].reason == "no gradient reached its output"
     assert by_name(report)["compute fed"].value is None
 

@@ -117,6 +117,8 @@ def _be_pytest(at: Path, arguments: Sequence[str], report: Path, said: Path) -> 
         ]:
             del sys.modules[name]
         sys.path[:0] = [str(at / "src"), str(at)]
+        for name in [one for one in os.environ if one.startswith("PYTEST_")]:
+            del os.environ[name]  # this may run in a worker of pytest-xdist, and its child is none
         os.environ.update({"PYTHONPATH": f"{at / 'src'}{os.pathsep}{at}", WHERE: str(report)})
         import pytest
 
