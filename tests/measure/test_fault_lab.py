@@ -7,7 +7,7 @@ from fault_lab import FAULTS, HEALTHY, Fault, mistakes, train
 from tests.ranks import run_ranks
 
 SECONDS = 0.15
-ATTEMPTS = 3  # others use these cores, too; what is wrong in itself is wrong every time
+ATTEMPTS = 6  # others use these cores, too; what is wrong in itself is wrong every time
 
 CASES = [(HEALTHY, 2), *((fault, 2) for fault in FAULTS), (HEALTHY, 4)]
 CASES += [(fault, 4) for fault in FAULTS if fault.name in ("slow rank, backward", "rotating rank")]
