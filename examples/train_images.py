@@ -90,7 +90,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     while step < last:
         loader.set_epoch(step // len(loader))
         for x, y in loader:
-            with meter.step(tokens=len(x)):
+            with meter.step():
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                     loss = F.cross_entropy(model(x), y, label_smoothing=0.1)
                 loss.backward()
