@@ -127,10 +127,8 @@ class Ticket(Generic[T]):
         try:
             if not self._settled:
                 lock.acquire(timeout=-1 if timeout is None else max(0, timeout))
-        finally:
-            self._waiting.remove(
-                lock
-            )  # a ticket lives on; where it settled just before, nobody released this
+        finally:  # a ticket lives on, and where it settled just before, nobody released this
+            self._waiting.remove(lock)
         if not self._settled:
             raise TimeoutError(f"lane {self._lane!r}: the work was not done after {timeout} s")
 

@@ -14,7 +14,7 @@ from overlapkit.checkpoint.manifest import MANIFEST, is_ours, step_name
 from overlapkit.checkpoint.opening import open_directory
 from overlapkit.checkpoint.remote.direct import send_share
 from overlapkit.checkpoint.remote.place import StorePath
-from overlapkit.checkpoint.remote.publish import publish, sweep_store
+from overlapkit.checkpoint.remote.publish import abandon, publish, sweep_store
 from overlapkit.checkpoint.remote.store import Store
 from overlapkit.checkpoint.stage import LANE
 from overlapkit.checkpoint.writer import Bytes, remove_share, stem_of, write_share
@@ -154,7 +154,7 @@ class _StoreSave:
         try:
             return send_share(self._store, self._folder, plan, entries, data, about)
         except BaseException:
-            self._remove(stem_of(about["rank"]))
+            abandon(self._store, self._folder, stem_of(about["rank"]))
             raise
 
     def commit(self, files: Files, world: int) -> Path:
@@ -163,12 +163,7 @@ class _StoreSave:
         return self._store.root / step_name(self._step)
 
     def discard(self) -> None:
-        self._remove("")
+        abandon(self._store, self._folder)
 
     def end(self) -> None:
         pass
-
-    def _remove(self, beginning: str) -> None:
-        with contextlib.suppress(CheckpointError, OSError):  # swept later; what led here matters more
-            names = [name for name in self._store.sizes(self._folder) if name.startswith(beginning)]
-            self._store.remove([f"{self._folder}/{name}" for name in names])

@@ -30,8 +30,7 @@ def check_options(
     local: object = None,
 ) -> None:
     """Raise where an argument of Checkpointer is wrong."""
-    if not is_url(directory):
-        check_path("directory", directory)
+    check_place("directory", directory)
     if local is not None:
         check_path("local", local)
     if (every == "auto") != (mtbf is not None):
@@ -105,6 +104,12 @@ def check_path(argument: str, path: object) -> None:
             f"{argument}={path!r}: object stores cannot be used here: give a local path (where a URL is "
             "allowed, give it as text: a Path loses one of its slashes)"
         )
+
+
+def check_place(argument: str, where: object) -> None:
+    """Raise where an argument is neither a URL nor a path of this machine."""
+    if not is_url(where):
+        check_path(argument, where)
 
 
 def check_step(step: object) -> int:

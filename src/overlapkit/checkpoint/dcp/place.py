@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from overlapkit.checkpoint.manifest import step_name, step_of
-from overlapkit.checkpoint.opening import check_path, is_url
+from overlapkit.checkpoint.opening import check_place
 from overlapkit.checkpoint.remote.store import place_of
 
 
@@ -29,9 +29,8 @@ def checkpoint_place(checkpoint_id: object) -> Place:
         ValueError: It does not end in step-N, or there is no such kind of store.
         ImportError: What reads this kind of store is not installed.
     """
-    if not is_url(checkpoint_id):
-        check_path("checkpoint_id", checkpoint_id)
-    text = os.fsdecode(checkpoint_id).rstrip("/")  # type: ignore[arg-type]  # check_path has looked
+    check_place("checkpoint_id", checkpoint_id)
+    text = os.fsdecode(checkpoint_id).rstrip("/")  # type: ignore[arg-type]  # check_place has looked
     above, _, name = text.rpartition("/")
     step = step_of(name)
     if step is None:

@@ -19,7 +19,7 @@ from overlapkit.checkpoint.exchange.casting import cast, castable, check_cast
 from overlapkit.checkpoint.exchange.weights import find_weights
 from overlapkit.checkpoint.finding import Step, Where, find_checkpoint
 from overlapkit.checkpoint.manifest import read_manifest
-from overlapkit.checkpoint.opening import check_path, is_url
+from overlapkit.checkpoint.opening import check_place
 from overlapkit.checkpoint.pieces import DTYPES
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.reader import Reader
@@ -108,8 +108,7 @@ def export(
     """
     if dtype is not None:
         check_cast(dtype)
-    if not is_url(out):
-        check_path("out", out)
+    check_place("out", out)
     limit, folder = parse_size(shard_size), place_of(out)
     _check_folder(folder)
     manifest = read_manifest(find_checkpoint(where, step))

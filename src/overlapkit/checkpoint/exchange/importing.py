@@ -15,7 +15,7 @@ from overlapkit.checkpoint.exchange.torch_file import TorchFile
 from overlapkit.checkpoint.fileplan import FilePlan
 from overlapkit.checkpoint.gather import Gathered
 from overlapkit.checkpoint.once import Files, OneSave, one_save
-from overlapkit.checkpoint.opening import check_path, check_step, is_url
+from overlapkit.checkpoint.opening import check_path, check_place, check_step
 from overlapkit.checkpoint.pieces import Slot
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.remote.store import place_of
@@ -72,8 +72,7 @@ def import_checkpoint(
         NotImplementedError: The source is a URL: copy it here first.
     """
     check_path("source", source)
-    if not is_url(directory):
-        check_path("directory", directory)
+    check_place("directory", directory)
     save = one_save(place_of(directory), check_step(step), Disk())
     if wrong := [kind for kind in (kinds or {}).values() if kind not in KINDS]:
         raise ValueError(f"kinds= has {wrong[0]!r}: give one of {', '.join(KINDS)}")

@@ -111,10 +111,15 @@ def publish_together(
         return quorum.together(key, work, judge)
     except BaseException:
         if quorum.rank == 0 and not begun:  # a manifest that could not be written may be there all the same
-            folder = f"{step_name(step)}/{save}"
-            with contextlib.suppress(CheckpointError, OSError):  # swept later; what led here matters more
-                store.remove([f"{folder}/{name}" for name in store.sizes(folder)])
+            abandon(store, f"{step_name(step)}/{save}")
         raise
+
+
+def abandon(store: Store, folder: str, beginning: str = "") -> None:
+    """Remove what a failed save has written, names with this beginning, as far as that is possible now."""
+    with contextlib.suppress(CheckpointError, OSError):  # swept later; what led here matters more
+        names = [name for name in store.sizes(folder) if name.startswith(beginning)]
+        store.remove([f"{folder}/{name}" for name in names])
 
 
 class Withdrawal:
