@@ -271,10 +271,21 @@ def _right(life: Life, kinds: set[str]) -> Iterator[str]:
         said = life.output + "".join(
             one["text"] for one in errors
         )  # between steps it is the loader that waits
-        if kind == "freeze" and not re.search(rf"missing: rank {rank}\b|rank\(s\) {rank} did not", said):
+        if kind == "freeze" and not names_absent(said, rank):
             yield f"nobody said that rank {rank} is missing"
         if kind in ("term", "term one") and not kinds & _WORDS.keys():
             yield from _saved(life)
+
+
+def names_absent(said: str, rank: int) -> bool:
+    """Whether a text says that a rank is not there: a hang's report, or the error of what waited for it.
+
+    Rank 0 may serve the job's store; without that no rank can be told from the others.
+    """
+    if rank == 0 and "the host of rank 0, or of torchrun's rendezvous, is stopped" in said:
+        return True
+    lists = re.findall(r"missing: ranks? ([\d, ]+):|ranks?(?:\(s\))? ([\d, ]+) (?:did not|answer no)", said)
+    return any(str(rank) in re.findall(r"\d+", "".join(one)) for one in lists)
 
 
 def _saved(life: Life) -> Iterator[str]:
