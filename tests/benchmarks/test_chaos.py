@@ -16,7 +16,8 @@ import pytest
 import chaos_job
 import chaos_rank
 import chaos_run
-from chaos_judge import Life, Shape, judge, names_absent
+from chaos_judge import Shape, judge, names_absent
+from chaos_life import Life
 from chaos_place import Place
 from chaos_plan import ENDERS, KINDS, LAUNCHERS, Setting, faults, settings
 from tests.ranks import run_ranks

@@ -166,7 +166,7 @@ def all_reduce(
 ) -> torch.futures.Future[torch.Tensor]:
     """The communication hook: averages a bucket over the ranks.
 
-    Without compression the arithmetic is that of DDP without a hook: scaled by 1 / ranks, then summed.
+    Scaled by 1 / ranks, then summed, as by DDP without a hook.
     """
     buffer, last = bucket.buffer(), bucket.is_last()
     sent = buffer.mul_(1.0 / times.group.size())
