@@ -134,16 +134,23 @@ def test_wide_norms_with_weights_in_float32_do_not_spill(capability: int) -> Non
         assert (used["STACK"], used["LOCAL"]) == (0, 0), (launch.kernel.fn, launch.args[0].dtype, used)
 
 
-def test_small_tiles_of_the_loss_in_place_do_not_spill() -> None:
-    """Unless told how many registers it may use, ptxas spills 8 bytes there for one program more."""
+@pytest.mark.parametrize(
+    ("capability", "classes", "dtype", "smoothing"),
+    [(80, [8, 32, 128], torch.float32, 0.1), (100, [131_072], torch.bfloat16, 0.0)],
+    ids=["several rows", "softcap alone, wide"],
+)
+def test_the_loss_in_place_does_not_spill_for_one_program_more(
+    capability: int, classes: list[int], dtype: torch.dtype, smoothing: float
+) -> None:
+    """ptxas does, 8 bytes, unless told how many registers it may use."""
     rows, target = meta(N, dtype=torch.float32), meta(N, dtype=torch.int64)
-    full = Options(label_smoothing=0.1, z_loss=1e-4, softcap=30.0)
+    options = Options(label_smoothing=smoothing, z_loss=1e-4, softcap=30.0)
     with recorded() as found:
-        for v in (8, 32, 128):
-            logits, weight = meta(N, v, dtype=torch.float32), meta(v, dtype=torch.float32)
-            cross_entropy_inplace.forward_and_gradient_(logits, target, weight, rows[0], full)
+        for v in classes:
+            logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=dtype)
+            cross_entropy_inplace.forward_and_gradient_(logits, target, weight, rows[0], options)
     for launch in found:
-        used = resources(launch.compile(80).asm["cubin"])
+        used = resources(launch.compile(capability).asm["cubin"])
         assert (used["STACK"], used["LOCAL"]) == (0, 0), (launch.configuration, used)
 
 

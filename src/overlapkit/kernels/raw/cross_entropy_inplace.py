@@ -192,6 +192,7 @@ def forward_and_gradient_(
     else:
         block = tile(n_rows, n_cols, elements=4096, whole_rows=True)
         block = block._replace(warps=max(block.warps, block.cols // 1024))
+    one_pass = block.cols >= n_cols
     _in_place.launch(
         -(-n_rows // block.rows),
         logits,
@@ -207,9 +208,9 @@ def forward_and_gradient_(
         n_cols,
         *options.numbers,
         warps=block.warps,
-        resident=needy and block.rows > 1,
+        resident=needy and (block.rows > 1 or not one_pass),
         HAS_SCALE=scale is not None,
-        ONE_PASS=block.cols >= n_cols,
+        ONE_PASS=one_pass,
         **constants(weight, options, block),
     )
     return loss, lse
