@@ -27,6 +27,7 @@ from overlapkit.checkpoint.opening import (
 )
 from overlapkit.checkpoint.planner import Planner
 from overlapkit.checkpoint.preemptible import Preemptible
+from overlapkit.checkpoint.remote.earlier import Earlier
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.retention import Policy
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
@@ -79,7 +80,7 @@ class Checkpointer(Shelf, Preemptible):
         directory: Where the checkpoints are: a path, which is made if it does not exist, or an fsspec URL
             such as "s3://bucket/run" (docs/object_stores.md says what holds there).
         local: A directory before it, such as "/nvme/run", that all ranks share. Saves are committed there as
-            anywhere, and uploaded behind training.
+            anywhere, and uploaded behind training; so is, first, what a run that died had not uploaded yet.
         every: Save only at multiples of this step; None saves at every call. "auto" counts calls of `save`,
             and saves as often as costs least: see Auto in auto.py. `Save.due` tells whether a call was one.
         mtbf: With every="auto", the mean time between failures of the whole job, in seconds.
@@ -122,6 +123,7 @@ class Checkpointer(Shelf, Preemptible):
         self._every = schedule(every, mtbf, in_flight)
         self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
         self._lock: RunLock | None = None
+        self._earlier = Earlier()
         opened = self._quorum.together("open", lambda: self._open(directory, local), self._open_run)
         self._tiers.check_shared(self._quorum, f".run-{opened['run']}.lock")
         self._log = SpanLog()
@@ -144,6 +146,9 @@ class Checkpointer(Shelf, Preemptible):
         self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
         self._unfinished, self._unsent = Unfinished(self._log), Unfinished(self._log)
+        if self._uploads is not None and opened["earlier"]:
+            sent = self._uploads.submit_earlier(self._earlier)
+            self._unsent.add(Save(0, not_due(0).staged, sent))
         self._restorer = Restorer(self._tiers.places, self._best, self._quorum, self._stager, self._helper)
         job = partial(self._tiers.job, self._uploads)
         self._saver = Saver(
@@ -331,7 +336,8 @@ class Checkpointer(Shelf, Preemptible):
         if not self._tiers.direct:
             self._lock = open_run(self._disk, self._tiers.root)
             run = self._lock.run
-        return {"run": run}
+        self._earlier = self._tiers.earlier(run)
+        return {"run": run, "earlier": bool(self._earlier.there)}
 
     def _check_open(self) -> None:
         if self._closing:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import CheckpointError, StoreError
-from overlapkit.checkpoint.manifest import is_ours, read_manifest, step_folders, step_of
+from overlapkit.checkpoint.manifest import Manifest, is_ours, read_manifest, step_folders, step_of
 from overlapkit.checkpoint.opening import check_step
 from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.checkpoint.remote.store import place_of
@@ -57,11 +57,16 @@ def sound_checkpoints(*places: Path) -> dict[int, dict[str, float]]:
     Raises:
         StoreError: A store failed, which says nothing about what is in it.
     """
-    found: dict[int, dict[str, float]] = {}
+    return {step: numbers(manifest.metrics) for step, manifest in sound_manifests(*places).items()}
+
+
+def sound_manifests(*places: Path) -> dict[int, Manifest]:
+    """The manifests of `sound_checkpoints`."""
+    found: dict[int, Manifest] = {}
     for place in places:
         for step, folder in step_folders(place).items():
             try:
-                found.setdefault(step, _numbers(read_manifest(folder).metrics))
+                found.setdefault(step, read_manifest(folder))
             except StoreError:
                 raise
             except CheckpointError:
@@ -69,7 +74,7 @@ def sound_checkpoints(*places: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(found.items()))
 
 
-def _numbers(metrics: Any) -> dict[str, float]:
+def numbers(metrics: Any) -> dict[str, float]:
     """Metrics as they were given; none where they are not what we write."""
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {name: float(value) for name, value in decode(metrics, str).items()}
