@@ -17,6 +17,7 @@ from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Run
 from overlapkit.checkpoint.layout import check_state, without_wrappers
 from overlapkit.checkpoint.opening import (
+    check_alike,
     check_best,
     check_metrics,
     check_only,
@@ -118,10 +119,13 @@ class Checkpointer(Shelf, Preemptible):
         stage: Literal["late", "now"] = "late",
         timeout: float = 600.0,
     ) -> None:
-        check_options(directory, every, mtbf, keep, keep_every, in_flight, stage, timeout, local)
-        self._best = check_best(best)
-        self._every = schedule(every, mtbf, in_flight)
-        self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
+        self._quorum = Quorum("checkpoint", failure=RankFailed)
+        with self._quorum.telling("open"):
+            check_options(directory, every, mtbf, keep, keep_every, in_flight, stage, timeout, local)
+            self._best = check_best(best)
+            self._every = schedule(every, mtbf, in_flight)
+        self._quorum.timeout = timeout
+        self._given: Report = {"directory": os.fspath(directory), "every": every}
         self._lock: RunLock | None = None
         self._earlier = Earlier()
         opened = self._quorum.together("open", lambda: self._open(directory, local), self._open_run)
@@ -188,8 +192,9 @@ class Checkpointer(Shelf, Preemptible):
         """
         self._check_open()
         self._calls += 1  # the number of a save: every rank makes the same calls
-        step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
-        check_state(state)
+        with self._saver.telling(f"save/{self._calls}"):
+            step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
+            check_state(state)
         state = without_wrappers(state)
         leaving = self._preemption is not None and self._preemption.is_now(self._calls)
         if not self._every.enter(self._calls, step) and not leaving:
@@ -241,9 +246,10 @@ class Checkpointer(Shelf, Preemptible):
             MismatchError: Missing or unexpected keys, other shapes or dtypes.
         """
         self._check_open()
-        check_state(state)
-        check_only(only, state)
-        check_which(step, self._best)
+        with self._saver.telling(self._restorer.begin()):
+            check_state(state)
+            check_only(only, state)
+            check_which(step, self._best)
         self._unfinished.settle()
         self._planner.forget()
         inner = without_wrappers(state)
@@ -328,10 +334,12 @@ class Checkpointer(Shelf, Preemptible):
 
     def _open(self, directory: str | os.PathLike[str], local: str | os.PathLike[str] | None) -> Report:
         self._tiers = Tiers(directory, local)
-        return self._tiers.open(self._quorum.rank)
+        self._tiers.open(self._quorum.rank)
+        return self._given
 
     def _open_run(self, reports: list[Report]) -> Report:
         """Rank 0's share of the construction."""
+        check_alike(reports)
         run = self._tiers.sweep()
         if not self._tiers.direct:
             self._lock = open_run(self._disk, self._tiers.root)

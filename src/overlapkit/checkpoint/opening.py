@@ -65,6 +65,24 @@ def _check_seconds(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: give a number of seconds above 0")
 
 
+def check_alike(given: list[dict[str, Any]]) -> None:
+    """Raise where a rank was given other arguments than rank 0.
+
+    Args:
+        given: Arguments by name, for each rank.
+
+    Raises:
+        ValueError: It was; the message names the rank.
+    """
+    for rank, arguments in enumerate(given):
+        for name, value in arguments.items():
+            if value != given[0][name]:
+                raise ValueError(
+                    f"{name}={value!r} on rank {rank}, {given[0][name]!r} on rank 0: give all ranks the same "
+                    "(a directory named after the time: let rank 0 name it, and broadcast)"
+                )
+
+
 def check_best(best: object) -> Best | None:
     """What `best=` says.
 

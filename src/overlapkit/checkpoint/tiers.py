@@ -53,7 +53,7 @@ class Tiers:
             self.places += (self.store.root,)
         self.root = self.places[0]
 
-    def open(self, rank: int) -> Report:
+    def open(self, rank: int) -> None:
         """Make sure that all places are there and can be written to.
 
         Raises:
@@ -64,7 +64,6 @@ class Tiers:
             open_directory(self.root)
         if self.store is not None:
             self.store.probe(rank)
-        return {}
 
     def sweep(self) -> str:
         """Remove what dead saves left in the store; the name of a new run."""
