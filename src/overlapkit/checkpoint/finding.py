@@ -8,7 +8,7 @@ from typing import Any, Literal
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import CheckpointError, StoreError
 from overlapkit.checkpoint.manifest import Manifest, is_ours, read_manifest, step_folders, step_of
-from overlapkit.checkpoint.opening import check_step
+from overlapkit.checkpoint.opening import check_place, check_step
 from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.checkpoint.remote.store import place_of
 
@@ -26,8 +26,11 @@ def find_checkpoint(where: Where, step: Step = "latest") -> Path:
 
     Raises:
         FileNotFoundError: There is none.
-        ValueError: `where` is the folder of another step.
+        ValueError: `where` is the folder of another step, or no path.
+        NotImplementedError: It is a URL that has lost a slash.
     """
+    if not isinstance(where, StorePath):
+        check_place("where", where)
     path = place_of(where)
     if not path.is_dir():
         raise FileNotFoundError(f"{str(path)!r} does not exist, or is no folder")
