@@ -125,7 +125,7 @@ class Checkpointer(Shelf, Preemptible):
             self._best = check_best(best)
             self._every = schedule(every, mtbf, in_flight)
         self._quorum.timeout = timeout
-        self._given: Report = {"directory": os.fspath(directory), "every": every}
+        self._given: Report = {"directory": os.fsdecode(directory), "every": every}
         self._lock: RunLock | None = None
         self._earlier = Earlier()
         opened = self._quorum.together("open", lambda: self._open(directory, local), self._open_run)

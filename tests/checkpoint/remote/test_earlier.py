@@ -151,6 +151,21 @@ def test_what_is_deleted_while_it_waits_is_not_missed(tmp_path):
     assert read_value(URL) == (1, 1)
 
 
+def test_what_is_saved_anew_while_it_waits_goes_up_once(tmp_path):
+    fill(tmp_path, [1, 3])
+    with faulty(Fault(only=lambda call, path: call == "put_file" or path.endswith("manifest.json"))) as fault:
+        fault.gate = threading.Semaphore(0)
+        checkpointer = Checkpointer(URL, local=tmp_path, keep=5, keep_every=3)
+        while not [call for call, _ in fault.calls if call == "put_file"]:
+            fault.gate.release(1)
+            time.sleep(0.001)
+        checkpointer.save(3, value_state(33), block=True)
+        fault.gate.release(1000)
+        checkpointer.close()
+    assert committed(fault) == [1, 3]
+    assert read_value(URL) == (3, 33)
+
+
 @pytest.mark.parametrize("later", ["local", "far"])
 def test_of_one_step_the_save_that_came_later_counts(tmp_path, later):
     fill(tmp_path, [1])
