@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from chaos_life import Life, Records
 from chaos_plan import ENDERS
 
-Records = list[dict[str, Any]]
 Losses = Mapping[int, Sequence[str]]
 """By step, each rank's loss as float.hex()."""
 
@@ -22,46 +22,6 @@ ROUNDING = 2e-5
 SETTLED = 40
 """Steps of a life after which its memory is compared."""
 GROWTH_KIB, GROWTH_FDS = 32 << 10, 8
-
-
-@dataclass
-class Life:
-    """One start of all ranks.
-
-    Attributes:
-        name: For messages, "life.restart".
-        world: Ranks.
-        ranks: Their records.
-        flipped: Steps whose checkpoint had a byte flipped before it began, and was not written again.
-        faults: What hit it: kind and rank.
-        spoilt: The data shard that it had to refuse.
-        output: What it printed.
-    """
-
-    name: str
-    world: int
-    ranks: dict[int, Records]
-    flipped: set[int] = field(default_factory=set)
-    faults: list[tuple[str, int]] = field(default_factory=list)
-    spoilt: str = ""
-    output: str = ""
-
-    @property
-    def restored(self) -> int | None:
-        """The step that it began at; None where not every rank came so far."""
-        begun = [one["step"] for one in self.of("start")]
-        return begun[0] if len(begun) == self.world else None
-
-    def of(self, kind: str) -> Records:
-        """The records of a kind, by rank."""
-        return [one for rank in sorted(self.ranks) for one in self.ranks[rank] if one["kind"] == kind]
-
-    def steps(self) -> dict[int, Records]:
-        """For each step that all ranks have ended their records of it."""
-        taken: dict[int, Records] = {}
-        for one in self.of("step"):
-            taken.setdefault(one["step"], []).append(one)
-        return {step: records for step, records in taken.items() if len(records) == self.world}
 
 
 @dataclass(frozen=True)
@@ -271,10 +231,21 @@ def _right(life: Life, kinds: set[str]) -> Iterator[str]:
         said = life.output + "".join(
             one["text"] for one in errors
         )  # between steps it is the loader that waits
-        if kind == "freeze" and not re.search(rf"missing: rank {rank}\b|rank\(s\) {rank} did not", said):
+        if kind == "freeze" and not names_absent(said, rank):
             yield f"nobody said that rank {rank} is missing"
         if kind in ("term", "term one") and not kinds & _WORDS.keys():
             yield from _saved(life)
+
+
+def names_absent(said: str, rank: int) -> bool:
+    """Whether a text says that a rank is not there: a hang's report, or the error of what waited for it.
+
+    Rank 0 may serve the job's store; without that no rank can be told from the others.
+    """
+    if rank == 0 and "the host of rank 0, or of torchrun's rendezvous, is stopped" in said:
+        return True
+    lists = re.findall(r"missing: ranks? ([\d, ]+):|ranks?(?:\(s\))? ([\d, ]+) (?:did not|answer no)", said)
+    return any(str(rank) in re.findall(r"\d+", "".join(one)) for one in lists)
 
 
 def _saved(life: Life) -> Iterator[str]:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 import netlab
 from chaos_inject import BETWEEN, HELD, Event, inject
 from chaos_job import Job, Logs, Records, send
-from chaos_judge import Life, Losses, Shape, Verdict, judge, usages
+from chaos_judge import Losses, Shape, Verdict, judge, usages
+from chaos_life import Life
 from chaos_place import Place
 from chaos_plan import Fault, Setting
 from chaos_rank import Spec

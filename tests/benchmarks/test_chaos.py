@@ -16,7 +16,8 @@ import pytest
 import chaos_job
 import chaos_rank
 import chaos_run
-from chaos_judge import Life, Shape, judge
+from chaos_judge import Shape, judge, names_absent
+from chaos_life import Life
 from chaos_place import Place
 from chaos_plan import ENDERS, KINDS, LAUNCHERS, Setting, faults, settings
 from tests.ranks import run_ranks
@@ -159,6 +160,21 @@ def test_the_judge_finds(planted: str) -> None:
     lives = copy.deepcopy(right())
     plant(lives)
     assert words in "\n".join(judge(lives, REFERENCES, SHAPE).wrong)
+
+
+@pytest.mark.parametrize(
+    ("said", "absent"),
+    [
+        ("  missing: rank 1: step 20, not heard of for 15.0 s", {1}),
+        ("  missing: ranks 1, 3: step 20, not heard of for 15.0 s", {1, 3}),
+        ("TimeoutError: rank(s) 2 did not come to batch 7 of a pass", {2}),
+        ("failed on rank 0; rank 3 did not report a failure within 5 s", {3}),
+        ("  missing: cannot be told: the host of rank 0, or of torchrun's rendezvous, is stopped, dead", {0}),
+        ("  rank 1: step 20, forward", set()),
+    ],
+)
+def test_who_is_named_absent(said: str, absent: set[int]) -> None:
+    assert {rank for rank in range(4) if names_absent(said, rank)} == absent
 
 
 def resized() -> list[Life]:

@@ -30,7 +30,7 @@ class Queued:
 
 def times_of(monkeypatch: pytest.MonkeyPatch) -> BucketTimes:
     monkeypatch.setattr(buckets, "group_name", lambda group: "")
-    monkeypatch.setattr(buckets, "_at_once", lambda group: 1)
+    monkeypatch.setattr(buckets.exchange, "direct", lambda group: False)
     monkeypatch.setattr(buckets, "roll_of", lambda group: mock.MagicMock())
     return BucketTimes({}, mock.Mock())
 

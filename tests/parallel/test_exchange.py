@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -96,6 +97,36 @@ def test_a_reduction_adds_in_the_order_of_the_ranks_and_rounds_once(world: int):
                 output, untouched = next(cases)
                 assert untouched
                 assert torch.equal(output, (total / world if average else total).to(dtype))
+
+
+def test_an_all_reduce_of_any_length_is_the_sum_in_the_order_of_the_ranks():
+    """Shorter than there are ranks, and lengths that do not divide, too; of two callers at once."""
+    lengths = (1, 2, 3, 4, 5, 1001)
+
+    def values(rank: int) -> list[torch.Tensor]:
+        return [torch.randn(n, generator=torch.Generator().manual_seed(10 * rank + n)) for n in lengths]
+
+    truth = [sum(parts[1:], parts[0]) for parts in zip(*map(values, range(4)), strict=True)]
+
+    def job(rank: int) -> list[bool]:
+        group = dist.group.WORLD
+        found, tags = [values(rank), values(rank)], [exchange.new_tags(group) for _ in range(2)]
+
+        def all_of(caller: int) -> None:
+            for tensor in found[caller]:
+                exchange.all_reduce(tensor, group, tags[caller])
+
+        others = threading.Thread(target=all_of, args=(1,))
+        if rank % 2:
+            others.start()
+            all_of(0)
+        else:
+            all_of(0)
+            others.start()
+        others.join()
+        return [torch.equal(a, b) for caller in found for a, b in zip(caller, truth, strict=True)]
+
+    assert run_ranks(4, job) == [[True] * 2 * len(lengths)] * 4
 
 
 def test_collectives_of_two_tags_and_two_groups_do_not_mix():

@@ -1,4 +1,8 @@
-"""DDP's all-reduce of one bucket, as DDP does it by default, with a span each and one for the tail."""
+"""DDP's all-reduce of one bucket, with a span each and one for the tail.
+
+Over gloo a bucket is summed in the order of the ranks. DDP lays its buckets out anew after a process's first
+backward: with a sum that depends on the place in the bucket, a restarted job would get other bits.
+"""
 
 import threading
 import time
@@ -9,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from overlapkit.lane import Lane
+from overlapkit.parallel import exchange
 from overlapkit.parallel.failure import roll_of
 from overlapkit.parallel.traffic import group_name
 from overlapkit.span import Span, SpanLog
@@ -62,7 +68,8 @@ class BucketTimes:
         self._lock = threading.Lock()
         self._running = 0
         self._queued: deque[Reduction] = deque()
-        self._at_once = _at_once(group)
+        self._in_order = exchange.new_tags(group) if exchange.direct(group) else None
+        self._lane = Lane("all_reduce")
         self._tail: int | None = None
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
@@ -78,7 +85,7 @@ class BucketTimes:
     def begin(self, reduction: Reduction, last: bool) -> None:
         """A bucket went to the host's backend; `last` if backward has no other left."""
         with self._lock:
-            if self._running < self._at_once:
+            if self._running == 0:
                 reduction.start = reduction.ready
             else:
                 self._queued.append(reduction)
@@ -100,6 +107,25 @@ class BucketTimes:
             if self._running == 0 and self._tail is not None:
                 self._log.add(Span(LANE, TAIL, self._tail, now, exposed=True))
                 self._tail = None
+
+    def sum(self, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
+        """Begin to sum a bucket over the ranks, in place."""
+        if self._in_order is None or sent.is_cuda or sent.layout != torch.strided:
+            work: dist.Work = dist.all_reduce(sent, group=self.group, async_op=True)
+            return work.get_future()
+        group, tags = self.group, self._in_order
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def add_up() -> None:
+            try:
+                exchange.all_reduce(sent, group, tags)
+            except BaseException as error:  # whatever it is, backward waits for the future
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            else:
+                future.set_result([sent])
+
+        self._lane.submit(add_up)
+        return future
 
     def watch(
         self, future: torch.futures.Future[Any], device: torch.device, reduction: Reduction, last: bool
@@ -140,7 +166,7 @@ def all_reduce(
 ) -> torch.futures.Future[torch.Tensor]:
     """The communication hook: averages a bucket over the ranks.
 
-    Without compression the arithmetic is that of DDP without a hook: scaled by 1 / ranks, then summed.
+    Scaled by 1 / ranks, then summed, as by DDP without a hook.
     """
     buffer, last = bucket.buffer(), bucket.is_last()
     sent = buffer.mul_(1.0 / times.group.size())
@@ -151,7 +177,7 @@ def all_reduce(
     on_host = not sent.is_cuda
     times.backwards += last
     with times.roll.naming(what):
-        future = dist.all_reduce(sent, group=times.group, async_op=True).get_future()
+        future = times.sum(sent)
     if on_host:
         times.begin(reduction, last)
     elif future.done():  # NCCL's are done once queued; others finish on the host
@@ -175,12 +201,3 @@ def _nbytes(sent: torch.Tensor) -> int:
     if sent.layout == torch.strided:
         return sent.nbytes
     return sent._indices().nbytes + sent._values().nbytes
-
-
-def _at_once(group: dist.ProcessGroup) -> int:
-    """How many collectives the host's backend runs side by side: one for each of gloo's threads."""
-    try:
-        options: Any = group._get_backend(torch.device("cpu")).options
-    except (RuntimeError, AttributeError):  # no backend for the host, or one without options
-        return 1
-    return int(getattr(options, "_threads", 1))

@@ -47,8 +47,8 @@ def replicate(
     gradients, and `start` when the reduction began (on the host: when the backend was free for it).
     "all_reduce tail" is the exposed part: from the moment the last bucket was ready until all are done,
     while backward has nothing left to compute. Recording takes DDP's communication hook, of which there is
-    only one; gradients are the same to the bit, except with 3, 5, 6, 7 ... ranks where they are kept over
-    several backwards (not set to None).
+    only one. Gradients are divided by the number of ranks and summed, as by DDP; over gloo in the order of
+    the ranks, so that they are the same to the bit however the buckets lie (docs/parallel.md).
 
     Args:
         model: A module with parameters that require gradients, on one device, not wrapped or compiled.
@@ -58,8 +58,8 @@ def replicate(
             ready; the last one is that of all further buckets. Its `recompute`, where set, is applied first,
             also in one process: see `recompute`.
         compress: "bf16" or "fp16": gradients are divided by the number of ranks, rounded to that dtype,
-            summed in it, and written back. What overflows arrives as inf on every rank, where a GradScaler
-            sees it.
+            summed in it (over gloo in fp32, and rounded once more), and written back. What overflows arrives
+            as inf on every rank, where a GradScaler sees it.
         static_graph: As in DistributedDataParallel; it finds unused parameters by itself.
         find_unused_parameters: As in DistributedDataParallel: for parameters that get no gradient in some
             backwards, or on some ranks.

@@ -1,9 +1,11 @@
-"""All-gather and reduce-scatter among gloo's ranks as direct sends: each byte crosses the wire once.
+"""All-gather, reduce-scatter and all-reduce among gloo's ranks as direct sends, summed in the ranks' order.
 
-gloo's own reduce-scatter is an all-reduce, which moves twice the bytes, and its all-gather sends and receives
-in turns. Here every rank posts its receives before it sends, so that both directions are busy at once.
+gloo's own reduce-scatter is an all-reduce, which moves twice the bytes, its all-gather sends and receives
+in turns, and its all-reduce adds in an order that depends on the place in the tensor. Here every rank posts
+its receives before it sends, so that both directions are busy at once.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,26 +23,38 @@ def direct(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in dist.get_backend_config(group)
 
 
+_taken: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
+def new_tags(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Two tags for a caller that begins its collectives in a thread of its own: no other one gets them.
+
+    Every rank of the group asks for them in the same order.
+    """
+    taken = _taken[group] = _taken.get(group, 0) + 2
+    return 0x10000 - taken, 0x10001 - taken  # from above: units of sharded models count from below
+
+
 def gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Finish:
-    """Begin to gather `mine` (n,) of each rank into `output` (ranks * n,).
+    """Begin to gather `mine` of each rank into `output` (n,).
 
     Args:
         output: Of any dtype, contiguous, on the host; so is `mine`, which may be its own place in it.
-        mine: This rank's part.
+        mine: This rank's part, as `output.tensor_split(ranks)` cuts it.
         group: The ranks.
         tag: 0 to 65535, the same on every rank; collectives of one tag are begun in one order everywhere.
     """
-    parts, rank = output.view(group.size(), -1), group.rank()
+    parts, rank = output.tensor_split(group.size()), group.rank()
     if parts[rank].data_ptr() != mine.data_ptr():
         parts[rank].copy_(mine)
-    messages = _Messages(group, tag, [mine] * group.size(), list(parts))
+    messages = _Messages(group, tag, [mine] * group.size(), parts)
     return messages.wait
 
 
 def reduce(
     output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, tag: int, *, average: bool
 ) -> Finish:
-    """Begin to sum or average `given` (ranks * n,) over the ranks, each rank's part into its `output` (n,).
+    """Begin to sum or average `given` (n,) over the ranks, each rank's part into its `output`.
 
     The sum runs in the order of the ranks, in float32 at least, and is rounded once.
 
@@ -51,7 +65,7 @@ def reduce(
         tag: As for `gather`.
         average: Divide by the number of ranks.
     """
-    parts, rank, ranks = list(given.view(group.size(), -1)), group.rank(), group.size()
+    parts, rank, ranks = given.tensor_split(group.size()), group.rank(), group.size()
     received = list(given.new_empty(ranks - 1, output.numel()))
     received.insert(rank, parts[rank])
     messages = _Messages(group, tag, parts, received)
@@ -69,6 +83,22 @@ def reduce(
         messages.wait()
 
     return finish
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, tags: tuple[int, int]) -> None:
+    """Sum `tensor` (n,) over the ranks in place, as `reduce` does; returns when it is done.
+
+    The values do not depend on where in a tensor they stand, as they do with a ring.
+
+    Args:
+        tensor: Floating point, contiguous, on the host.
+        group: The ranks.
+        tags: Of `new_tags`.
+    """
+    mine = tensor.tensor_split(group.size())[group.rank()]
+    total = torch.empty_like(mine)
+    reduce(total, tensor, group, tags[0], average=False)()
+    gather(tensor, total, group, tags[1])()
 
 
 class _Messages:
