@@ -1,4 +1,4 @@
-"""The tool on a made checkout: a mutation that matters is caught, one that hangs or changes nothing survives."""
+"""The tool on a made checkout: a mutation that matters is caught; what hangs or changes nothing is not."""
 
 import shutil
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Take one point out after the other, run its tests, and note which one fails first.
 
-A test that runs into its time limit has caught nothing: on a busy machine it may do so with nothing taken out.
+A test that runs into its time limit has caught nothing: on a busy machine that says nothing.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
