@@ -67,7 +67,7 @@ class BucketTimes:
         self._lock = threading.Lock()
         self._running = 0
         self._direct = exchange.direct(group)
-        self._tags: tuple[int, int] | None = None  # as of the first sum: a copy that one rank makes needs none
+        self._tags: tuple[int, int] | None = None  # from the first sum on: copies of one rank alone need none
         self._lane = Lane("all_reduce")
         self._tail: int | None = None
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
