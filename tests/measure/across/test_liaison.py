@@ -13,8 +13,8 @@ import torch.distributed as dist
 from overlapkit.measure.across import at_exit
 from overlapkit.measure.across import liaison as module
 from overlapkit.measure.across.handed import LIMIT_BYTES
-from overlapkit.measure.across.liaison import WINDOW, Liaison, window_end
 from overlapkit.measure.across.judge import sum_up
+from overlapkit.measure.across.liaison import WINDOW, Liaison, window_end
 from overlapkit.measure.across.ranks import Ranks
 from tests.measure.across.steps import FakeLedger, FakeQuorum, record, trace
 
