@@ -14,6 +14,10 @@ import torch
 from figure import Figure, short
 
 
+AGAIN_S = 5.0
+"""After which what goes on nevertheless is told again: an error in a callback is lost."""
+
+
 class Budget:
     """What is left of so many seconds from now on.
 
@@ -60,7 +64,7 @@ class Budget:
             yield
             return
         before = signal.signal(signal.SIGALRM, _time_is_up)
-        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001), AGAIN_S)
         try:
             yield
         finally:
