@@ -1,5 +1,8 @@
 """replicate against one process on three ranks: what DDP finds hard, and what it would do wrong unseen."""
 
+import itertools
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -205,22 +208,30 @@ def test_the_first_bucket_is_small_at_any_size(options: dict[str, Any], sizes: l
 
 
 def test_spans_say_when_a_bucket_was_ready_and_when_its_turn_came():
+    """Dense ones wait for each other; a sparse one, which the backend itself sums, for none of them."""
+    sums = [torch.ones(place + 1) for place in range(3)]
+    sums.insert(1, torch.ones(2).to_sparse())
     with one_rank_group():
-        times = BucketTimes({}, dist.group.WORLD)
-        wait = []
-        for place in range(4):
-            reduction = times.reduction(
-                type("Bucket", (), {"parameters": lambda self: [0]})(), torch.ones(place + 1)
-            )
+        times, go = BucketTimes({}, dist.group.WORLD), threading.Event()
+        times._lane.submit(go.wait)
+        futures = []
+        for place, sent in enumerate(sums):
+            bucket = type("Bucket", (), {"parameters": lambda self, place=place: [place]})()
+            reduction = times.reduction(bucket, sent)
+            future = times.sum(reduction, sent)
             times.begin(reduction, last=place == 3)
-            wait.append(reduction)
-        for reduction in wait:
-            times.end(reduction)
+            futures.append(future.then(lambda done, reduction=reduction: times.end(reduction)))
+        futures[1].wait()
+        went = time.perf_counter_ns()
+        go.set()
+        torch.futures.wait_all(futures)
         *spans, tail = sorted(times.take(), key=lambda span: span.exposed)
-        assert [span.bytes for span in spans] == [4, 8, 12, 16]
-        assert [span.start == span.ready for span in spans] == [True, False, False, False]
-        assert [span.start for span in spans[1:]] == [span.end for span in spans[:-1]]
-        assert (tail.start, tail.end) == (spans[-1].ready, spans[-1].end)
+    sparse, *dense = spans
+    assert sparse.start == sparse.ready
+    assert [span.bytes for span in dense] == [4, 8, 12]
+    assert dense[0].start > went > dense[-1].ready
+    assert all(after.start >= before.end for before, after in itertools.pairwise(dense))
+    assert (tail.start, tail.end) == (dense[-1].ready, dense[-1].end)
 
 
 def test_what_overflows_on_the_wire_reaches_the_scaler():
