@@ -2,7 +2,7 @@
 
 Forward, and forward with backward, each captured in a CUDA graph, so that no launch from Python counts. The
 variants are replayed in turns, the L2 cache flushed before each replay. Every kernel is measured at its first
-width, then a language model's head, then each kernel beside torch.compile, which takes seconds to compile, and
+width, then a language model's head, then each kernel beside torch.compile, which takes seconds for it, and
 only then at its other widths: a budget that ends leaves out those, not kernels.
 """
 

@@ -71,7 +71,7 @@ def test_a_peer_that_fails_costs_no_other_figure() -> None:
     failed = gpu_input.Loop(step, broken, [torch.zeros(())] * 4)
     assert gpu_input.why_not(failed, 60.0) == "OSError: no space left in /dev/shm"
     hung = gpu_input.Loop(step, hanging, [torch.zeros(())] * 4)
-    assert gpu_input.why_not(hung, 0.01) == "TimeoutError: the budget has ended"
+    assert gpu_input.why_not(hung, 0.01) == "TimeoutError: the time is up"
     assert gpu_input.failure("DataLoader", "no space").met is None
     assert gpu_input.failure("ours over DataLoader", "no space").met is False
 
@@ -195,8 +195,10 @@ def test_what_overruns_its_budget_is_ended_there(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(budget, "AGAIN_S", 0.05)
     (late,) = Budget(0.05).attempt(0.0, "x", deaf)
-    assert (late.name, late.met) == ("x: TimeoutError: the budget has ended", False)
+    assert (late.name, late.met) == ("x: TimeoutError: the time is up", False)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    (stuck,) = Budget(None).attempt(0.0, "x", lambda: time.sleep(100), at_most=0.05)  # type: ignore[arg-type,func-returns-value]
+    assert stuck.name == "x: TimeoutError: the time is up"
 
 
 def test_rounds_end_with_their_time_but_one_is_timed() -> None:
