@@ -1,14 +1,17 @@
 """The seconds that a benchmark may take: rather than overrun, it leaves something out and says so."""
 
 import argparse
+import gc
 import math
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from figure import Figure
+import torch
+
+from figure import Figure, short
 
 
 class Budget:
@@ -28,7 +31,8 @@ class Budget:
     def attempt(self, seconds: float, name: str, measure: Callable[[], list[Figure]]) -> list[Figure]:
         """The figures that `measure` returns; one in their place where no time is left, or where it raises.
 
-        That one is a missed goal: what was not measured has met none.
+        That one is a missed goal: what was not measured has met none. Figures are printed as they come: a
+        log has them even where the process dies later. What the GPU still caches is given back afterwards.
 
         Args:
             seconds: That it is thought to take.
@@ -39,15 +43,19 @@ class Budget:
         if self.left() < seconds:
             return [not_measured(f"{name}: no time left", "left out")]
         try:
-            with self._ended():
-                return measure()
+            with self.ended():
+                figures = measure()
         except Exception as error:
             traceback.print_exc()
-            return [not_measured(f"{name}: {said(error)}", "error")]
+            figures = [not_measured(f"{name}: {said(error)}", "error")]
+        for figure in figures:
+            print(f"{figure.name}: {short(figure.value, figure.unit)}", flush=True)
+        _free()
+        return figures
 
     @contextmanager
-    def _ended(self) -> Iterator[None]:
-        """Raise in the body when the time is up; only the main thread can be told."""
+    def ended(self) -> Iterator[None]:
+        """Raise TimeoutError in the body when the time is up; only the main thread can be told."""
         if math.isinf(left := self.left()):
             yield
             return
@@ -68,6 +76,13 @@ def not_measured(name: str, what: str) -> Figure:
 def said(error: Exception) -> str:
     """An error in one short line."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:100]
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError):  # of a device that is broken: what was measured on it has said so
+            torch.cuda.empty_cache()
 
 
 def _time_is_up(signum: int, frame: object) -> None:

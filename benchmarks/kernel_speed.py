@@ -47,7 +47,6 @@ def measure(names: list[str], quick: bool, device: torch.device, budget: Budget)
         figures += budget.attempt(
             before, f"{title} against torch.compile" if turn == COMPILED else title, one
         )
-        torch.cuda.empty_cache()
         before = time.monotonic() - began
     return figures
 

@@ -169,7 +169,7 @@ def export(
 
 @checkpoint.command("import")
 def import_(
-    source: Annotated[str, typer.Argument(help="A file of torch.save, or a folder of DCP.")],
+    source: Annotated[str, typer.Argument(help="A file of torch.save, or a folder of DCP; or a URL.")],
     directory: Annotated[str, typer.Argument(help="A directory of checkpoints; made if needed.")],
     step: Annotated[int, typer.Option(help="The step of the new checkpoint.")],
     key: Annotated[

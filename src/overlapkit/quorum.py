@@ -11,7 +11,7 @@ import time
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -144,6 +144,15 @@ class Quorum:
             return
         self.store.set(f"{prefix}/verdict", json.dumps({"raised": f"rank 0: {text}"}))
         self._settled += [f"{prefix}/{rank}" for rank in range(1, self.world)] + [f"{prefix}/verdict"]
+
+    @contextlib.contextmanager
+    def telling(self, key: str) -> Iterator[None]:
+        """Whatever is raised in this block makes `together` fail on the other ranks; see `fail`."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(key, error)
+            raise
 
     def leave(self) -> None:
         """The last call of every rank. Rank 0, which may serve the store, goes when all others have.

@@ -62,8 +62,14 @@ def test_a_peer_that_fails_costs_no_other_figure() -> None:
     def broken() -> Any:
         raise OSError("no space left in /dev/shm")
 
-    loop = gpu_input.Loop(gpu_input.Step(CPU, 1e-4, 8), broken, [torch.zeros(())] * 4)
-    assert gpu_input.why_not(loop) == "OSError: no space left in /dev/shm"
+    def hanging() -> Any:
+        time.sleep(100)
+
+    step = gpu_input.Step(CPU, 1e-4, 8)
+    failed = gpu_input.Loop(step, broken, [torch.zeros(())] * 4)
+    assert gpu_input.why_not(failed, 60.0) == "OSError: no space left in /dev/shm"
+    hung = gpu_input.Loop(step, hanging, [torch.zeros(())] * 4)
+    assert gpu_input.why_not(hung, 0.01) == "TimeoutError: the budget has ended"
     assert gpu_input.failure("DataLoader", "no space").met is None
     assert gpu_input.failure("ours over DataLoader", "no space").met is False
 
@@ -158,11 +164,22 @@ def test_a_budget_leaves_out_and_says_so(capsys: pytest.CaptureFixture[str]) -> 
         raise ValueError("no such kernel\nmore")
 
     assert Budget(None).attempt(1e9, "x", one) == one()
+    assert capsys.readouterr().out == "x: 1.00 s\n"  # a log has it, whatever comes later
     (left_out,) = Budget(5.0).attempt(10.0, "x", one)
     assert (left_out.name, left_out.goal, left_out.met) == ("x: no time left", "<= 0 left out", False)
     (failed,) = Budget(None).attempt(0.0, "x", broken)
     assert (failed.name, failed.met) == ("x: ValueError: no such kernel", False)
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_device_that_is_broken_costs_no_figure_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sticky() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", sticky)
+    (failed,) = Budget(None).attempt(0.0, "x", lambda: sticky())  # type: ignore[func-returns-value]
+    assert failed.name == "x: AcceleratorError: CUDA error: an illegal memory access was encountered"
 
 
 def test_what_overruns_its_budget_is_ended_there() -> None:

@@ -17,6 +17,7 @@ from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Run
 from overlapkit.checkpoint.layout import check_state, without_wrappers
 from overlapkit.checkpoint.opening import (
+    check_alike,
     check_best,
     check_metrics,
     check_only,
@@ -27,6 +28,7 @@ from overlapkit.checkpoint.opening import (
 )
 from overlapkit.checkpoint.planner import Planner
 from overlapkit.checkpoint.preemptible import Preemptible
+from overlapkit.checkpoint.remote.earlier import Earlier
 from overlapkit.checkpoint.restorer import Restorer
 from overlapkit.checkpoint.retention import Policy
 from overlapkit.checkpoint.save import Save, Unfinished, not_due
@@ -79,7 +81,7 @@ class Checkpointer(Shelf, Preemptible):
         directory: Where the checkpoints are: a path, which is made if it does not exist, or an fsspec URL
             such as "s3://bucket/run" (docs/object_stores.md says what holds there).
         local: A directory before it, such as "/nvme/run", that all ranks share. Saves are committed there as
-            anywhere, and uploaded behind training.
+            anywhere, and uploaded behind training; so is, first, what a run that died had not uploaded yet.
         every: Save only at multiples of this step; None saves at every call. "auto" counts calls of `save`,
             and saves as often as costs least: see Auto in auto.py. `Save.due` tells whether a call was one.
         mtbf: With every="auto", the mean time between failures of the whole job, in seconds.
@@ -117,11 +119,15 @@ class Checkpointer(Shelf, Preemptible):
         stage: Literal["late", "now"] = "late",
         timeout: float = 600.0,
     ) -> None:
-        check_options(directory, every, mtbf, keep, keep_every, in_flight, stage, timeout, local)
-        self._best = check_best(best)
-        self._every = schedule(every, mtbf, in_flight)
-        self._quorum = Quorum(f"checkpoint/{os.fspath(directory)}", timeout, failure=RankFailed)
+        self._quorum = Quorum("checkpoint", failure=RankFailed)
+        with self._quorum.telling("open"):
+            check_options(directory, every, mtbf, keep, keep_every, in_flight, stage, timeout, local)
+            self._best = check_best(best)
+            self._every = schedule(every, mtbf, in_flight)
+        self._quorum.timeout = timeout
+        self._given: Report = {"directory": os.fsdecode(directory), "every": every}
         self._lock: RunLock | None = None
+        self._earlier = Earlier()
         opened = self._quorum.together("open", lambda: self._open(directory, local), self._open_run)
         self._tiers.check_shared(self._quorum, f".run-{opened['run']}.lock")
         self._log = SpanLog()
@@ -144,6 +150,9 @@ class Checkpointer(Shelf, Preemptible):
         self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
         self._unfinished, self._unsent = Unfinished(self._log), Unfinished(self._log)
+        if self._uploads is not None and opened["earlier"]:
+            sent = self._uploads.submit_earlier(self._earlier)
+            self._unsent.add(Save(0, not_due(0).staged, sent))
         self._restorer = Restorer(self._tiers.places, self._best, self._quorum, self._stager, self._helper)
         job = partial(self._tiers.job, self._uploads)
         self._saver = Saver(
@@ -183,8 +192,9 @@ class Checkpointer(Shelf, Preemptible):
         """
         self._check_open()
         self._calls += 1  # the number of a save: every rank makes the same calls
-        step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
-        check_state(state)
+        with self._saver.telling(f"save/{self._calls}"):
+            step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
+            check_state(state)
         state = without_wrappers(state)
         leaving = self._preemption is not None and self._preemption.is_now(self._calls)
         if not self._every.enter(self._calls, step) and not leaving:
@@ -236,9 +246,10 @@ class Checkpointer(Shelf, Preemptible):
             MismatchError: Missing or unexpected keys, other shapes or dtypes.
         """
         self._check_open()
-        check_state(state)
-        check_only(only, state)
-        check_which(step, self._best)
+        with self._saver.telling(self._restorer.begin()):
+            check_state(state)
+            check_only(only, state)
+            check_which(step, self._best)
         self._unfinished.settle()
         self._planner.forget()
         inner = without_wrappers(state)
@@ -323,15 +334,18 @@ class Checkpointer(Shelf, Preemptible):
 
     def _open(self, directory: str | os.PathLike[str], local: str | os.PathLike[str] | None) -> Report:
         self._tiers = Tiers(directory, local)
-        return self._tiers.open(self._quorum.rank)
+        self._tiers.open(self._quorum.rank)
+        return self._given
 
     def _open_run(self, reports: list[Report]) -> Report:
         """Rank 0's share of the construction."""
+        check_alike(reports)
         run = self._tiers.sweep()
         if not self._tiers.direct:
             self._lock = open_run(self._disk, self._tiers.root)
             run = self._lock.run
-        return {"run": run}
+        self._earlier = self._tiers.earlier(run)
+        return {"run": run, "earlier": bool(self._earlier.there)}
 
     def _check_open(self) -> None:
         if self._closing:

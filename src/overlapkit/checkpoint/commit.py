@@ -156,6 +156,17 @@ def sweep(disk: Disk, root: Path) -> None:
                 warnings.warn(f"a crashed run's files cannot be removed: {error}", stacklevel=2)
 
 
+def runs(root: Path) -> tuple[set[str], set[str]]:
+    """The names of the runs that have a lock file here: those that live, and those that died."""
+    living: set[str] = set()
+    dead: set[str] = set()
+    for path in root.glob(".run-*.lock"):
+        if (match := _LEFTOVER.fullmatch(path.name)) is not None:
+            with _dead(path) as is_dead:
+                (dead if is_dead else living).add(match[2])
+    return living, dead
+
+
 def _clear(disk: Disk, root: Path, path: Path, kind: str, number: str) -> None:
     if kind == "old" and not (root / step_name(int(number))).exists():
         disk.rename(path, root / step_name(int(number)))

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import CheckpointError, StoreError
-from overlapkit.checkpoint.manifest import is_ours, read_manifest, step_folders, step_of
-from overlapkit.checkpoint.opening import check_step
+from overlapkit.checkpoint.manifest import Manifest, is_ours, read_manifest, step_folders, step_of
+from overlapkit.checkpoint.opening import check_place, check_step
 from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.checkpoint.remote.store import place_of
 
@@ -26,8 +26,11 @@ def find_checkpoint(where: Where, step: Step = "latest") -> Path:
 
     Raises:
         FileNotFoundError: There is none.
-        ValueError: `where` is the folder of another step.
+        ValueError: `where` is the folder of another step, or no path.
+        NotImplementedError: It is a URL that has lost a slash.
     """
+    if not isinstance(where, StorePath):
+        check_place("where", where)
     path = place_of(where)
     if not path.is_dir():
         raise FileNotFoundError(f"{str(path)!r} does not exist, or is no folder")
@@ -57,11 +60,16 @@ def sound_checkpoints(*places: Path) -> dict[int, dict[str, float]]:
     Raises:
         StoreError: A store failed, which says nothing about what is in it.
     """
-    found: dict[int, dict[str, float]] = {}
+    return {step: numbers(manifest.metrics) for step, manifest in sound_manifests(*places).items()}
+
+
+def sound_manifests(*places: Path) -> dict[int, Manifest]:
+    """The manifests of `sound_checkpoints`."""
+    found: dict[int, Manifest] = {}
     for place in places:
         for step, folder in step_folders(place).items():
             try:
-                found.setdefault(step, _numbers(read_manifest(folder).metrics))
+                found.setdefault(step, read_manifest(folder))
             except StoreError:
                 raise
             except CheckpointError:
@@ -69,7 +77,7 @@ def sound_checkpoints(*places: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(found.items()))
 
 
-def _numbers(metrics: Any) -> dict[str, float]:
+def numbers(metrics: Any) -> dict[str, float]:
     """Metrics as they were given; none where they are not what we write."""
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {name: float(value) for name, value in decode(metrics, str).items()}

@@ -10,6 +10,7 @@ from overlapkit.checkpoint.codec import decode
 from overlapkit.checkpoint.errors import DamagedCheckpoint
 from overlapkit.checkpoint.finding import Where
 from overlapkit.checkpoint.manifest import MANIFEST, making_sense_of, read_manifest, step_folders
+from overlapkit.checkpoint.opening import check_place
 from overlapkit.checkpoint.progress import Progress
 from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.checkpoint.remote.store import place_of
@@ -58,6 +59,7 @@ def list_checkpoints(
     Raises:
         FileNotFoundError: There is no such directory.
     """
+    check_place("directory", directory)
     root = place_of(directory)
     if not root.is_dir():
         raise FileNotFoundError(f"directory={str(root)!r} does not exist, or is no folder")

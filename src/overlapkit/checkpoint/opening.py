@@ -32,7 +32,9 @@ def check_options(
     """Raise where an argument of Checkpointer is wrong."""
     check_place("directory", directory)
     if local is not None:
-        check_path("local", local)
+        check_path(
+            "local", local, "it is the directory of this machine before the store, such as '/nvme/run'"
+        )
     if (every == "auto") != (mtbf is not None):
         raise ValueError(
             f"every={every!r}, mtbf={mtbf!r}: 'auto', and nothing else, takes the mean time between failures "
@@ -65,6 +67,24 @@ def _check_seconds(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: give a number of seconds above 0")
 
 
+def check_alike(given: list[dict[str, Any]]) -> None:
+    """Raise where a rank was given other arguments than rank 0.
+
+    Args:
+        given: Arguments by name, for each rank.
+
+    Raises:
+        ValueError: It was; the message names the rank.
+    """
+    for rank, arguments in enumerate(given):
+        for name, value in arguments.items():
+            if value != given[0][name]:
+                raise ValueError(
+                    f"{name}={value!r} on rank {rank}, {given[0][name]!r} on rank 0: give all ranks the same "
+                    "(a directory named after the time: let rank 0 name it, and broadcast)"
+                )
+
+
 def check_best(best: object) -> Best | None:
     """What `best=` says.
 
@@ -92,24 +112,21 @@ def is_url(where: object) -> bool:
     return isinstance(where, str) and _URL.match(where) is not None
 
 
-def check_path(argument: str, path: object) -> None:
-    """Raise where an argument is no path of this machine."""
+def check_path(argument: str, path: object, instead: str = "give a local path") -> None:
+    """Raise where an argument is no path of this machine; `instead` says what to give for a URL."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{argument}={path!r}: give a path, such as 'runs/a'")
     text = os.fsdecode(path)
     if not text or "\0" in text:
         raise ValueError(f"{argument}={text!r} is no path: give one, such as 'runs/a'")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):  # also what a Path makes of a URL: one slash of two
-        raise NotImplementedError(
-            f"{argument}={path!r}: object stores cannot be used here: give a local path (where a URL is "
-            "allowed, give it as text: a Path loses one of its slashes)"
-        )
+        raise NotImplementedError(f"{argument}={path!r}: object stores cannot be used here: {instead}")
 
 
 def check_place(argument: str, where: object) -> None:
     """Raise where an argument is neither a URL nor a path of this machine."""
     if not is_url(where):
-        check_path(argument, where)
+        check_path(argument, where, "a URL has two slashes; give it as text, for a Path loses one of them")
 
 
 def check_step(step: object) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from overlapkit.checkpoint import rng
 from overlapkit.checkpoint.catalog import Catalog
-from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError
+from overlapkit.checkpoint.errors import DamagedCheckpoint, MismatchError, RankFailed
 from overlapkit.checkpoint.finding import sound_checkpoints
 from overlapkit.checkpoint.manifest import making_sense_of, read_manifest, step_folders, step_name
 from overlapkit.checkpoint.match import Plan, make_plan, writers_of
@@ -46,6 +46,12 @@ class Restorer:
         self._stager = stager
         self._helper = helper
         self._calls = itertools.count()
+        self._name = ""
+
+    def begin(self) -> str:
+        """A restore comes: what the ranks agree on it under."""
+        self._name = f"restore/{next(self._calls)}"
+        return self._name
 
     def restore(
         self,
@@ -54,9 +60,9 @@ class Restorer:
         only: tuple[str, ...] | None,
         strict: bool,
     ) -> int:
-        """See `Checkpointer.restore`. No save may be in flight."""
+        """See `Checkpointer.restore`. It was begun, and no save may be in flight."""
         self.read_all = False
-        name = f"restore/{next(self._calls)}"
+        name = self._name
         found = self._quorum.together(name, dict, lambda _: {"found": self.candidates(step)})["found"]
         damage: list[str] = []
         for candidate, place in found:
@@ -116,13 +122,26 @@ class Restorer:
             damaged = str(self._quorum.together(key, work, _all_damage)["damaged"])
             if not damaged:
                 plan, values, catalog = done[0]
-                _apply(plan, values, catalog, rng_too=only is None)
+                self._put_in_place(f"{key}/place", plan, values, catalog, only is None)
                 self._whole = catalog.world == self._quorum.world
             return damaged
         finally:
             done.clear()
             for loan in loans:
                 loan.give_back()
+
+    def _put_in_place(self, key: str, plan: Plan, values: Values, catalog: Catalog, rng_too: bool) -> None:
+        def work() -> Report:
+            _apply(plan, values, catalog, rng_too=rng_too)
+            return {}
+
+        try:
+            self._quorum.together(key, work, lambda _: {})
+        except RankFailed as error:
+            error.add_note(
+                f"overlapkit: here {step_name(catalog.step)} is in place, there in part: build both anew"
+            )
+            raise
 
     def _read(
         self,
@@ -160,7 +179,7 @@ class Restorer:
 def _apply(plan: Plan, values: Values, catalog: Catalog, *, rng_too: bool) -> None:
     if plan.problems:
         problems = "; ".join(plan.problems)
-        warnings.warn(f"{step_name(catalog.step)} does not fit in full: {problems}", stacklevel=5)
+        warnings.warn(f"{step_name(catalog.step)} does not fit in full: {problems}", stacklevel=8)
     for apply in plan.apply:
         try:
             apply(values)

@@ -1,8 +1,9 @@
 """The beginning of a save: take the state apart, copy it, hand it to the background."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from overlapkit.checkpoint.remote.upload import LocalJob
 from overlapkit.checkpoint.save import Save, Unfinished
 from overlapkit.checkpoint.stage import LANE, Stager, Staging
 from overlapkit.lane import Lane
-from overlapkit.quorum import Report
 
 
 class Saver:
@@ -88,7 +88,7 @@ class Saver:
                 if staging is not None:
                     staging.ticket.settle()  # the copy must not run into a buffer that is lent again
                     self._stager.release(staging)
-                self._report_failure(number, error)
+                self._tell(f"save/{number}", error)
             raise
 
     def _carry_out(self, job: Job, claim: threading.Lock) -> Path | None:
@@ -99,13 +99,19 @@ class Saver:
         finally:
             self._stager.release(job.staging)
 
-    def _report_failure(self, number: int, error: BaseException) -> None:
-        """This rank's save did not begin; the others must not wait for it."""
+    @contextlib.contextmanager
+    def telling(self, key: str) -> Iterator[None]:
+        """Whatever is raised in this block fails what the other ranks agree on under `key`, at once."""
+        try:
+            yield
+        except BaseException as error:
+            self._tell(key, error)
+            raise
+
+    def _tell(self, key: str, error: BaseException) -> None:
+        """This rank does not come; the others must not wait for it. Told after what earlier saves say."""
         quorum = self._run.quorum
         if quorum.world > 1:
-
-            def fail() -> Report:
-                raise error
-
-            ticket = self._writer.submit(lambda: quorum.together(f"save/{number}", fail, lambda _: {}))
-            ticket.seen = True  # the caller gets the error from save() itself
+            self._writer.submit(
+                lambda: quorum.fail(key, error)
+            ).seen = True  # the caller gets the error itself

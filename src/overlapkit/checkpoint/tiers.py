@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from overlapkit.checkpoint.commit import runs
 from overlapkit.checkpoint.deletion import Deleting, Deletion
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.job import Job
 from overlapkit.checkpoint.opening import open_directory
 from overlapkit.checkpoint.remote.direct import StoreJob
+from overlapkit.checkpoint.remote.earlier import Earlier
 from overlapkit.checkpoint.remote.publish import Withdrawal, sweep_store
 from overlapkit.checkpoint.remote.store import Store, local_path, open_store
 from overlapkit.checkpoint.remote.upload import LocalJob, Uploads
@@ -51,7 +53,7 @@ class Tiers:
             self.places += (self.store.root,)
         self.root = self.places[0]
 
-    def open(self, rank: int) -> Report:
+    def open(self, rank: int) -> None:
         """Make sure that all places are there and can be written to.
 
         Raises:
@@ -62,13 +64,22 @@ class Tiers:
             open_directory(self.root)
         if self.store is not None:
             self.store.probe(rank)
-        return {}
 
     def sweep(self) -> str:
         """Remove what dead saves left in the store; the name of a new run."""
         if self.store is not None:
-            sweep_store(self.store)
+            sweep_store(self.store, () if self.direct else runs(self.root)[1])  # before their locks are swept
         return uuid.uuid4().hex[:12]
+
+    def earlier(self, run: str) -> Earlier:
+        """What earlier runs have committed locally; nothing where another run lives there, for it may upload.
+
+        Args:
+            run: This one.
+        """
+        if self.store is None or self.direct or runs(self.root)[0] - {run}:
+            return Earlier()
+        return Earlier.found(self.root)
 
     def check_shared(self, quorum: Quorum, lock: str) -> None:
         """Make sure that all ranks have the same local directory.
@@ -103,7 +114,7 @@ class Tiers:
         """What brings saves to the next tier, where there is one."""
         if self.store is None or self.direct:
             return None
-        return Uploads(self.store, run, timeout, log, policy)
+        return Uploads(self.store, self.root, run, timeout, log, policy)
 
     def job(self, uploads: Uploads | None, *about: Any) -> Job:
         """A save, of Job's fields."""

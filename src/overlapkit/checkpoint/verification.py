@@ -67,7 +67,7 @@ def find_damage(folder: Path, progress: Progress | None = None) -> list[Damage]:
     except DamagedCheckpoint as error:
         return [_whole(folder, error)]
     count = Count(sum(file["bytes"] for file in manifest.files.values()), progress)
-    damage = [place for rank in range(manifest.world) for place in _in_share(manifest, rank, count)]
+    damage = [place for rank in range(manifest.world) for place in damage_in_share(manifest, rank, count)]
     if not damage:  # each part is sound: are they all that there should be?
         try:
             Catalog(manifest, 0, manifest.world)
@@ -76,7 +76,7 @@ def find_damage(folder: Path, progress: Progress | None = None) -> list[Damage]:
     return damage
 
 
-def _in_share(manifest: Manifest, rank: int, count: Count) -> Iterator[Damage]:
+def damage_in_share(manifest: Manifest, rank: int, count: Count) -> Iterator[Damage]:
     """The damage in one rank's files."""
     path = manifest.inside / f"rank-{rank:05d}.json"
     try:

@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from typer.testing import CliRunner
 from overlapkit.checkpoint import (
     Checkpointer,
     DamagedCheckpoint,
+    SafetensorsReader,
     StoreError,
     describe,
     diff,
     export,
     import_checkpoint,
+    load_pretrained,
     verify,
 )
 from overlapkit.checkpoint.listing import list_checkpoints
@@ -287,11 +290,26 @@ def test_the_tools_read_urls(tmp_path, capsys):
     assert f"{URL}/step-2" in result.output
 
 
-def test_what_reads_no_urls_says_so_and_makes_no_folder_of_that_name(tmp_path, monkeypatch):
+def test_where_urls_are_not_taken_the_error_says_what_to_give(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NotImplementedError, match="source='inject://bucket/run'"):
-        import_checkpoint(URL, tmp_path / "x", step=1)
-    result = CliRunner().invoke(app, ["checkpoint", "import", URL, str(tmp_path / "x"), "--step", "1"])
+    lost = Path("inject://bucket/run")  # which is inject:/bucket/run
+    for call in (
+        lambda: Checkpointer(lost),
+        lambda: import_checkpoint(lost, tmp_path / "x", step=1),
+        lambda: import_checkpoint("a.pt", str(lost), step=1),
+        lambda: export(lost, "out"),
+        lambda: verify(lost),
+        lambda: list_checkpoints(lost),
+        lambda: SafetensorsReader(lost / "step-1"),
+    ):
+        with pytest.raises(NotImplementedError, match="inject:/bucket/run.* two slashes; give it as text"):
+            call()
+    with pytest.raises(NotImplementedError, match="local='inject://.* before the store, such as '/nvme/run'"):
+        Checkpointer(URL, local="inject://bucket/other")
+    with pytest.raises(NotImplementedError, match="source='inject://.* copy the weights here first"):
+        load_pretrained(torch.nn.Linear(1, 1), URL)
+    words = ["checkpoint", "import", str(lost), str(tmp_path / "x"), "--step", "1"]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
-    assert "source='inject://bucket/run'" in result.output
+    assert "source='inject:/bucket/run'" in result.output
     assert os.listdir() == []

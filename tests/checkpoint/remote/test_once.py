@@ -2,10 +2,14 @@
 
 import contextlib
 import json
+import tempfile
+import warnings
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFile
 from safetensors.torch import load
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -13,10 +17,12 @@ from typer.testing import CliRunner
 
 from overlapkit.checkpoint import (
     Checkpointer,
+    DamagedCheckpoint,
     SafetensorsReader,
     SafetensorsWriter,
     StoreError,
     describe,
+    diff,
     export,
     import_checkpoint,
     verify,
@@ -128,6 +134,53 @@ def test_an_import_into_a_store_restores(source, tmp_path):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     imported(f"disk://{tmp_path}/run")
+
+
+def upload(path, url):
+    store = fsspec.filesystem("inject")
+    for file in path.iterdir() if path.is_dir() else [path]:
+        store.pipe_file(url + str(file).removeprefix(str(path)), file.read_bytes())
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "torch.save before 1.6", "DCP"])
+def test_an_import_from_a_store_is_that_of_a_copy(source, tmp_path, monkeypatch, kind):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr("overlapkit.checkpoint.exchange.whole_file._AT_ONCE", 1000)
+    here, there = tmp_path / "from", "inject://bucket/from"
+    state = torch.load(source)
+    if kind == "DCP":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.save(state, checkpoint_id=here)
+    else:
+        torch.save(state, here, _use_new_zipfile_serialization=kind == "torch.save")
+    upload(here, there)
+    with faulty(Fault()) as fault:
+        import_checkpoint(there, tmp_path / "a", step=3)
+    import_checkpoint(here, tmp_path / "b", step=3)
+    assert diff(tmp_path / "a", tmp_path / "b").same
+    imported(tmp_path / "a")
+    assert not list(temporary.iterdir())
+    for at in range(len(fault.calls)):
+        with faulty(Fault(at)), pytest.raises((StoreError, FileNotFoundError)):
+            import_checkpoint(there, tmp_path / "c", step=3)
+        assert not list(temporary.iterdir())
+    if kind == "DCP":
+        names = [path for call, path in fault.calls if call == "get"]
+        assert len(names) == 1 + 5  # the metadata, and each item alone
+    for name in [name for name in Injected.store if "from" in name]:
+        data = Injected.store[name].getvalue()
+        Injected.store[name] = MemoryFile(fsspec.filesystem("inject"), name, data[: len(data) // 2])
+        with pytest.raises(DamagedCheckpoint, match="inject://bucket/from"):
+            import_checkpoint(there, tmp_path / "c", step=3)
+    with pytest.raises(FileNotFoundError, match="source='inject://bucket/nothing' does not exist"):
+        import_checkpoint("inject://bucket/nothing", tmp_path / "c", step=3)
+    with pytest.raises(ValueError, match="is a folder without DCP's .metadata"):
+        import_checkpoint("inject://bucket", tmp_path / "c", step=3)
+    assert not list(tmp_path.glob("c/*"))
+    assert not list(tmp_path.glob("c/.*"))
 
 
 @SWEEP

@@ -145,6 +145,7 @@ def test_a_save_that_fails_locally_is_not_uploaded(tmp_path, monkeypatch):
     assert not open_files()
 
 
+@pytest.mark.filterwarnings("ignore:.*step-2 is damaged and is not uploaded")
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
 def test_what_is_damaged_locally_comes_from_the_store(tmp_path, damage):
     with Checkpointer(URL, local=tmp_path) as checkpointer:

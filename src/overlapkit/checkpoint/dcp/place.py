@@ -7,6 +7,7 @@ from typing import NamedTuple
 from overlapkit.checkpoint.manifest import step_name, step_of
 from overlapkit.checkpoint.opening import check_place
 from overlapkit.checkpoint.remote.store import place_of
+from overlapkit.device import has_process_group, rank_and_world
 
 
 class Place(NamedTuple):
@@ -41,15 +42,28 @@ def checkpoint_place(checkpoint_id: object) -> Place:
     return Place(place_of(above or ("/" if text.startswith("/") else ".")), step)
 
 
+def place_or_refusal(checkpoint_id: object) -> Place | Exception:
+    """`checkpoint_place`; with several ranks its error, to be raised where DCP tells the other ranks of it.
+
+    At construction, and at the beginning of a save or a load, it does not: they would wait in a collective.
+    """
+    try:
+        return checkpoint_place(checkpoint_id)
+    except Exception as error:
+        if has_process_group() and rank_and_world()[1] > 1:
+            return error
+        raise
+
+
 class AtStep:
     """What DCP asks a writer and a reader about their place."""
 
-    _place: Place | None
+    _place: Place | Exception | None
 
     @property
     def checkpoint_id(self) -> str | None:
         """The checkpoint that is written or read; DCP's logs show it."""
-        return None if self._place is None else str(self._place.folder)
+        return str(self._place.folder) if isinstance(self._place, Place) else None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -23,7 +23,7 @@ from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.catalog import Catalog, Chunk, Saved
 from overlapkit.checkpoint.codec import encode
 from overlapkit.checkpoint.dcp.keys import Keys
-from overlapkit.checkpoint.dcp.place import AtStep, Place, checkpoint_place
+from overlapkit.checkpoint.dcp.place import AtStep, Place, place_or_refusal
 from overlapkit.checkpoint.dcp.planner import SafetensorsLoadPlanner, misfit, refuse_tensor
 from overlapkit.checkpoint.errors import MismatchError
 from overlapkit.checkpoint.manifest import read_manifest, step_folders
@@ -46,13 +46,13 @@ class SafetensorsReader(AtStep, StorageReader):
         path: The checkpoint to read: a path or URL that ends in step-N. None where `checkpoint_id` says it.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is no path. With several ranks this and the following is raised by the load, on all.
         ValueError: It does not end in step-N, or there is no such kind of store.
         ImportError: What reads this kind of store is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._place: Place | None = None
+        self._place: Place | Exception | None = None
         self._keys: Keys | None = None
         self._failure: Exception | None = None
         self.reset(path)
@@ -61,7 +61,7 @@ class SafetensorsReader(AtStep, StorageReader):
         """Another load begins, of another checkpoint if one is given."""
         self._keys = None
         if checkpoint_id is not None:
-            self._place = checkpoint_place(checkpoint_id)
+            self._place = place_or_refusal(checkpoint_id)
 
     def read_metadata(self, *args: Any) -> Metadata:
         """What the checkpoint holds. Errors wait for `set_up_storage_reader`: DCP would drop them here."""
@@ -129,6 +129,8 @@ class SafetensorsReader(AtStep, StorageReader):
     def _read_keys(self) -> Keys:
         if self._place is None:
             raise ValueError("no checkpoint_id: give one to dcp.load, or a path to SafetensorsReader")
+        if isinstance(self._place, Exception):
+            raise self._place
         if not self._place.folder.is_dir():
             raise FileNotFoundError(_missing(self._place))
         manifest = read_manifest(self._place.folder)

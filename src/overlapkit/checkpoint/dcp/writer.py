@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from overlapkit.checkpoint.dcp.place import AtStep, Place, checkpoint_place
+from overlapkit.checkpoint.dcp.place import AtStep, Place, place_or_refusal
 from overlapkit.checkpoint.dcp.saving import Saving
 from overlapkit.checkpoint.dcp.share import take_share
 from overlapkit.checkpoint.disk import Disk
@@ -38,7 +38,7 @@ class SafetensorsWriter(AtStep, StorageWriter):
             such a URL, as in docs/object_stores.md. None where `checkpoint_id` of each save says it.
 
     Raises:
-        TypeError: It is no path.
+        TypeError: It is no path. With several ranks this and the following is raised by the save, on all.
         ValueError: It does not end in step-N, or there is no such kind of store.
         ImportError: What reads this kind of store is not installed.
     """
@@ -46,7 +46,7 @@ class SafetensorsWriter(AtStep, StorageWriter):
     _disk = Disk()
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._place: Place | None = None
+        self._place: Place | Exception | None = None
         self._mine = threading.local()  # asked: the path of a save that comes next; saving: the one that runs
         self.reset(path)
 
@@ -58,15 +58,18 @@ class SafetensorsWriter(AtStep, StorageWriter):
         """A new save begins, to another checkpoint if one is given."""
         self._end()
         if checkpoint_id is not None:
-            self._place = self._mine.asked = checkpoint_place(checkpoint_id)
+            self._place = self._mine.asked = place_or_refusal(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See StorageWriter. DCP passes `rank` and `use_collectives` because there is a `kwargs`.
 
         Raises:
-            ValueError: No checkpoint is named; or every rank would commit a checkpoint of its own.
+            TypeError: What was named is no path.
+            ValueError: It names no checkpoint; or every rank would commit a checkpoint of its own.
         """
         place = self._mine.__dict__.pop("asked", self._place)
+        if isinstance(place, Exception):
+            raise place
         if place is None:
             raise ValueError("no checkpoint_id: give one to dcp.save, or a path to SafetensorsWriter")
         if not kwargs.get("use_collectives", True) and rank_and_world()[1] > 1:

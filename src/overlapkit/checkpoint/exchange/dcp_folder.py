@@ -5,6 +5,7 @@ records of them: no class or function of torch, or of anyone else, is looked up 
 data files were written by torch.save, and are read with weights_only=True.
 """
 
+import io
 import math
 import pickle
 from collections.abc import Collection
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from overlapkit.checkpoint.box import Box
-from overlapkit.checkpoint.errors import DamagedCheckpoint
+from overlapkit.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from overlapkit.checkpoint.exchange.torch_file import cut, load
+from overlapkit.checkpoint.manifest import size_of
+from overlapkit.checkpoint.remote.place import StorePath
 
 METADATA = ".metadata"
 _LIMIT = 1 << 30  # bytes of metadata that are read: far beyond any job's
@@ -92,6 +95,7 @@ class DcpFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._meta = _metadata(folder / METADATA)
+        self._sizes = folder.store.sizes(folder.key) if isinstance(folder, StorePath) else None
         self._shards: dict[int, dict[Box, _Item]] = {}
         self._alive: list[torch.Tensor] = []  # so that no other tensor gets one's id
         try:
@@ -171,20 +175,22 @@ class DcpFolder:
         if info.get("transform_descriptors"):
             raise ValueError(f"its bytes are transformed by {info['transform_descriptors']}")
         path = self._folder / name
-        if Path(name).name != name or path.is_symlink() or not path.is_file():
+        size = size_of(path) if self._sizes is None else self._sizes.get(name)
+        if Path(name).name != name or size is None:
             raise ValueError(f"{name!r} is no file of this folder")
-        if min(offset, length) < 0 or offset + length > path.stat().st_size:
+        if min(offset, length) < 0 or offset + length > size:
             raise ValueError(f"{name!r} ends before its bytes do")
         return _Item(path, offset, length)
 
 
 def _metadata(path: Path) -> _Record:
     try:
-        if path.stat().st_size > _LIMIT:
+        size = path.store.size(path.key) if isinstance(path, StorePath) else path.stat().st_size
+        if (size or 0) > _LIMIT:
             raise DamagedCheckpoint(f"{path}: longer than the {_LIMIT} bytes that are read")
-        with path.open("rb") as file:
-            found = _Unpickler(file).load()
-    except DamagedCheckpoint:
+        data = path.store.read(path.key) if isinstance(path, StorePath) else path.read_bytes()
+        found = _Unpickler(io.BytesIO(data)).load()
+    except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises whatever it happens to run into
         raise DamagedCheckpoint(f"{path}: not DCP's metadata ({error})") from error
@@ -254,9 +260,12 @@ def _load_shard(item: _Item, tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _read(item: _Item) -> bytes:
-    with open(item.path, "rb") as file:
-        file.seek(item.offset)
-        data = file.read(item.length)
+    if isinstance(item.path, StorePath):
+        data = item.path.store.read(item.path.key, item.offset, item.offset + item.length)
+    else:
+        with open(item.path, "rb") as file:
+            file.seek(item.offset)
+            data = file.read(item.length)
     if len(data) != item.length:
         raise DamagedCheckpoint(f"{item.path}: ends at byte {item.offset + len(data)}, before its items do")
     return data

@@ -12,10 +12,11 @@ from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.exchange.dcp_folder import METADATA, DcpFolder
 from overlapkit.checkpoint.exchange.foreign import KINDS, Foreign, Kind, Source, translate
 from overlapkit.checkpoint.exchange.torch_file import TorchFile
+from overlapkit.checkpoint.exchange.whole_file import is_file
 from overlapkit.checkpoint.fileplan import FilePlan
 from overlapkit.checkpoint.gather import Gathered
 from overlapkit.checkpoint.once import Files, OneSave, one_save
-from overlapkit.checkpoint.opening import check_path, check_place, check_step
+from overlapkit.checkpoint.opening import check_place, check_step
 from overlapkit.checkpoint.pieces import Slot
 from overlapkit.checkpoint.progress import Count, Progress
 from overlapkit.checkpoint.remote.store import place_of
@@ -50,7 +51,9 @@ def import_checkpoint(
     was saved alone becomes "model". `module.` and `_orig_mod.` are taken off the names.
 
     Args:
-        source: A file, or a folder with a `.metadata`.
+        source: A file, or a folder with a `.metadata`; a path or a URL. Of a folder in a store only what is
+            needed is fetched, as it is needed; a file there is copied into the folder for temporary files
+            (TMPDIR) first, and the copy is deleted.
         directory: What will be given to `Checkpointer`, a path or a URL; a folder is made if there is none.
         step: The step of the new checkpoint.
         keys: Which of the source's keys to take, and what they are called in the state; None is all of them,
@@ -69,14 +72,14 @@ def import_checkpoint(
         DamagedCheckpoint: The source is damaged. Nothing is committed then, nor with the following.
         TypeError: It holds what cannot be kept without pickling; the message says where.
         ValueError: An argument is wrong, or an optimizer's parameters are unknown.
-        NotImplementedError: The source is a URL: copy it here first.
+        StoreError: A store failed.
     """
-    check_path("source", source)
+    check_place("source", source)
     check_place("directory", directory)
     save = one_save(place_of(directory), check_step(step), Disk())
     if wrong := [kind for kind in (kinds or {}).values() if kind not in KINDS]:
         raise ValueError(f"kinds= has {wrong[0]!r}: give one of {', '.join(KINDS)}")
-    opened = _open(Path(source))
+    opened = _open(place_of(source))
     foreign = translate(opened, keys, kinds or {}, parameters or {})
     if save.there():
         raise FileExistsError(
@@ -90,11 +93,11 @@ def import_checkpoint(
 
 
 def _open(source: Path) -> Source:
-    if (source / METADATA).is_file():
+    if is_file(source / METADATA):
         return DcpFolder(source)
-    if source.is_dir():
+    if not is_file(source) and source.is_dir():
         raise ValueError(f"source={str(source)!r} is a folder without DCP's {METADATA}: give one that has it")
-    if not source.is_file():
+    if not is_file(source):
         raise FileNotFoundError(f"source={str(source)!r} does not exist, or is no file")
     return TorchFile(source)
 

@@ -17,6 +17,7 @@ from overlapkit.checkpoint.exchange.pretrained_files import find_tensors
 from overlapkit.checkpoint.exchange.pretrained_fill import Job, fill
 from overlapkit.checkpoint.exchange.safetensors_file import Stored
 from overlapkit.checkpoint.layout import plain_name, unwrap
+from overlapkit.checkpoint.opening import check_path
 from overlapkit.meta_device import materialise, on_meta
 
 Rename = Callable[[str], str | None]
@@ -95,8 +96,10 @@ def load_pretrained(
         MismatchError: The weights do not fit; the message lists all names. Also where something on the meta
             device would be left without a value: a name that is missing, a buffer that is not saved.
         ValueError: An argument is wrong, or a value is too large for the model's dtype.
+        NotImplementedError: The source is a URL.
     """
     module = _check(model, dtype, rename, device)
+    check_path("source", source, "copy the weights here first")
     match = _match(module, _renamed(find_tensors(Path(source)), rename), dtype)
     _judge(match, module, Path(source), strict)
     jobs = _jobs(module, match)  # once before anything is changed: it may raise

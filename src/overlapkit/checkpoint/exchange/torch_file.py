@@ -11,10 +11,11 @@ import torch
 
 from overlapkit.checkpoint.box import Box
 from overlapkit.checkpoint.errors import DamagedCheckpoint
+from overlapkit.checkpoint.exchange.whole_file import here
 
 
 class TorchFile:
-    """A file that torch.save has written, mapped into memory where its format allows.
+    """A file that torch.save has written, mapped into memory where its format allows; of a store, a copy.
 
     Raises:
         DamagedCheckpoint: It is cut short, a checksum differs, or it is no such file.
@@ -24,7 +25,8 @@ class TorchFile:
     text_keys = False
 
     def __init__(self, path: Path) -> None:
-        found = load(path, str(path))
+        with here(path) as file:  # what is mapped stays so without its name
+            found = load(file, str(path))
         if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
             raise TypeError(
                 f"{path} holds a {type(found).__name__}: what can be imported is a dict with string keys, "

@@ -11,7 +11,7 @@ deleted finds objects missing, and takes it for damaged.
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -158,18 +158,23 @@ def withdraw(store: Store, step: int) -> None:
     store.remove(objects)
 
 
-def sweep_store(store: Store) -> None:
-    """Remove what dead saves left behind. Whatever is not certainly of one stays."""
+def sweep_store(store: Store, dead: Collection[str] = ()) -> None:
+    """Remove what dead saves left behind. Whatever is not certainly of one stays.
+
+    Args:
+        store: Where.
+        dead: Names of runs that are known to be dead: what they left need not be old.
+    """
     before = datetime.now(UTC) - LEFT_OVER
     try:
         for path in store.root.iterdir():
             if step_of(path.name) is not None:
-                _sweep_step(store, path.name, before)
+                _sweep_step(store, path.name, before, dead)
     except (CheckpointError, OSError) as error:
         warnings.warn(f"what dead saves left in {store.url} cannot be removed: {error}", stacklevel=2)
 
 
-def _sweep_step(store: Store, folder: str, before: datetime) -> None:
+def _sweep_step(store: Store, folder: str, before: datetime, dead: Collection[str]) -> None:
     saves = [path.name for path in (store.root / folder).iterdir() if SAVE.fullmatch(path.name)]
     kept = _manifest(store, folder)
     if kept is None and (store.root / folder / MANIFEST).exists():
@@ -177,9 +182,14 @@ def _sweep_step(store: Store, folder: str, before: datetime) -> None:
     for save in saves:
         if kept is None or kept.save != save:
             objects = [f"{folder}/{save}/{name}" for name in store.sizes(f"{folder}/{save}")]
-            written = [store.modified(name) for name in objects]
-            if objects and all(when is not None and when < before for when in written):
+            if objects and (save.split("-")[0] in dead or _older(store, objects, before)):
                 store.remove(objects)
+
+
+def _older(store: Store, objects: list[str], before: datetime) -> bool:
+    """Whether all of these were certainly written before a time."""
+    written = [store.modified(name) for name in objects]
+    return all(when is not None and when < before for when in written)
 
 
 def _objects(store: Store, step: int) -> list[str]:

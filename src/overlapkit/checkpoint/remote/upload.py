@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from overlapkit.checkpoint.deletion import delete_surplus
 from overlapkit.checkpoint.errors import RankFailed
 from overlapkit.checkpoint.job import Job, files_of
 from overlapkit.checkpoint.manifest import step_name
+from overlapkit.checkpoint.remote.earlier import Earlier, Pending, take
 from overlapkit.checkpoint.remote.publish import Withdrawal, publish_together
 from overlapkit.checkpoint.remote.store import Store
 from overlapkit.checkpoint.retention import Policy
@@ -85,24 +87,34 @@ class Uploads:
         * One upload runs at a time. A save that waits for its turn is given up when a later one is committed,
           unless it is one of `keep_every`'s, or the best so far by rank 0's metrics; where one rank has given
           it up, none uploads it.
+        * What earlier runs have committed and not uploaded comes first, in the order of the steps, and is
+          given up in the same way. It is opened when its turn comes: what is gone by then is not wanted.
         * Nothing of a save is in memory; its files are held open while it is uploaded or waits.
 
     Args:
         store: Where to.
+        local: Where earlier runs committed.
         run: The run's name.
         timeout: Seconds that ranks wait for each other in a save; here it is six times as long.
         log: Takes the spans.
         policy: What stays in the store.
     """
 
-    def __init__(self, store: Store, run: str, timeout: float, log: SpanLog, policy: Policy) -> None:
-        self._store, self._run, self._log, self._policy = store, run, log, policy
+    def __init__(
+        self, store: Store, local: Path, run: str, timeout: float, log: SpanLog, policy: Policy
+    ) -> None:
+        self._store, self._local, self._run, self._log, self._policy = store, local, run, log, policy
         self._withdrawal = Withdrawal(store, policy)
         self._quorum = Quorum(f"upload/{store.url}", PATIENCE * timeout, failure=RankFailed)
         self._lane = Lane(LANE, kind="thread")
         self._waiting: dict[int, Cargo] = {}  # by the save's number: what may be given up
         self._best: dict[int, dict[str, float]] = {}  # its metrics, by the save's number
         self._lock = threading.Lock()
+        self._superseded = False  # a save of this run is committed
+
+    def submit_earlier(self, earlier: Earlier) -> Ticket[Path | None]:
+        """Upload what earlier runs have left; rank 0 says what. On all ranks, before any `submit`."""
+        return self._lane.submit(lambda: self._carry_out_earlier(earlier))
 
     def submit(self, job: LocalJob, committed: Ticket[Path | None]) -> Ticket[Path | None]:
         """Upload a save once it is committed.
@@ -124,6 +136,7 @@ class Uploads:
             metrics: Rank 0's, typed JSON.
         """
         with self._lock:
+            self._superseded = True
             if self._policy.best is not None:
                 seen = self._best | {number: decode(metrics, str)}
                 self._best = {best: seen[best] for best in self._policy.best.ranked(seen)[:1]}
@@ -147,22 +160,55 @@ class Uploads:
             committed.settle()
             with self._lock:
                 self._waiting.pop(number, None)
-            if not cargo.committed or not self._wanted(number, cargo):
+            if not cargo.committed or not self._wanted(f"turn/{number}", lambda: bool(cargo.paths())):
                 return None
-            self._upload(number, step, cargo, metrics)
+            self._upload(number, step, cargo, {"world": self._quorum.world, "metrics": metrics})
             return self._store.root / step_name(step)
         finally:
             cargo.let_go()
 
-    def _wanted(self, number: int, cargo: Cargo) -> bool:
+    def _carry_out_earlier(self, earlier: Earlier) -> Path | None:
+        """One after the other; where one fails, all ranks know and go on with the next."""
+
+        def look(_: list[Report]) -> Report:
+            return {"pending": earlier.pending(self._store, self._policy)}
+
+        errors: list[Exception] = []
+        for one in self._quorum.together("earlier", dict, look)["pending"]:
+            try:
+                self._bring(Pending(*one))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"another upload failed, too: {other!r}")
+            raise errors[0]
+        return None
+
+    def _bring(self, one: Pending) -> None:
+        cargo = Cargo()
+        about: dict[str, Any] = {}
+
+        def held() -> bool:
+            if one.stays or not self._superseded:
+                about.update(take(cargo, self._local, one, self._quorum.rank, self._quorum.world))
+            return bool(about)
+
+        try:
+            if self._wanted(f"turn/earlier/{one.step}", held):
+                self._upload(0, one.step, cargo, about)  # a number that no save of a run has
+        finally:
+            cargo.let_go()
+
+    def _wanted(self, key: str, held: Callable[[], bool]) -> bool:
         """Whether no rank has given the save up."""
 
         def judge(reports: list[Report]) -> Report:
             return {"held": all(report["held"] for report in reports)}
 
-        return bool(self._quorum.settle(f"turn/{number}", {"held": bool(cargo.paths())}, judge)["held"])
+        return bool(self._quorum.together(key, lambda: {"held": held()}, judge)["held"])
 
-    def _upload(self, number: int, step: int, cargo: Cargo, metrics: dict[str, Any]) -> None:
+    def _upload(self, number: int, step: int, cargo: Cargo, about: dict[str, Any]) -> None:
         save = f"{self._run}-{number}"
 
         def work() -> Report:
@@ -171,7 +217,7 @@ class Uploads:
                     self._store.put_file(path, f"{step_name(step)}/{save}/{name}")
             return {"files": cargo.files}
 
-        about = {"world": self._quorum.world, "metrics": metrics}
-        publish_together(self._store, self._quorum, f"upload/{number}", step, save, work, files_of, about)
+        key = f"upload/{number}/{step}"
+        publish_together(self._store, self._quorum, key, step, save, work, files_of, about)
         if self._quorum.rank == 0:
             delete_surplus(self._withdrawal, step, self._store.root / step_name(step))
