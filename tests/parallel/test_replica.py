@@ -1,5 +1,6 @@
 """replicate against one process on three ranks: what DDP finds hard, and what it would do wrong unseen."""
 
+import copy
 import itertools
 import threading
 import time
@@ -174,6 +175,29 @@ def test_a_mesh_of_some_ranks():
         return max(worst_error(model, truth))
 
     assert max(run_ranks(4, job)) < 2e-6
+
+
+def test_two_replicas_in_one_backward_keep_their_buckets_apart():
+    """Their gradients become ready in turns, of as many bytes, and ranks send them at their own pace."""
+
+    def backward(models: list[nn.Module], rows: torch.Tensor) -> None:
+        first, second = (loss_of(model, rows) for model in models)
+        (first + 3 * second).backward()
+
+    def job(rank: int) -> float:
+        models = [gpt(), gpt()]
+        truths = [copy.deepcopy(model).double() for model in models]
+        replicas = [ok.replicate(model, bucket_cap_mb=0.001) for model in models]
+        for each, replica in enumerate(replicas):
+            replica._times._lane.delay_s = 0.002 * ((rank + each) % 2)
+        for step in range(2):  # from the second on there are several buckets
+            for some, rows in ((replicas, half(rank)(batch(step))), (truths, batch(step))):
+                for model in some:
+                    model.zero_grad()
+                backward(some, rows)
+        return max(max(worst_error(*pair)) for pair in zip(replicas, truths, strict=True))
+
+    assert max(run_ranks(2, job)) < 2e-6
 
 
 class _Wide(nn.Module):
