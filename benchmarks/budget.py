@@ -13,6 +13,9 @@ import torch
 
 from figure import Figure, short
 
+AGAIN_S = 5.0
+"""After which what goes on nevertheless is told again: an error in a callback is lost."""
+
 
 class Budget:
     """What is left of so many seconds from now on.
@@ -28,7 +31,14 @@ class Budget:
         """Seconds; negative after the end, infinite without a limit."""
         return self._end - time.monotonic()
 
-    def attempt(self, seconds: float, name: str, measure: Callable[[], list[Figure]]) -> list[Figure]:
+    def attempt(
+        self,
+        seconds: float,
+        name: str,
+        measure: Callable[[], list[Figure]],
+        *,
+        at_most: float = math.inf,
+    ) -> list[Figure]:
         """The figures that `measure` returns; one in their place where no time is left, or where it raises.
 
         That one is a missed goal: what was not measured has met none. Figures are printed as they come: a
@@ -39,11 +49,12 @@ class Budget:
             name: Of what is measured.
             measure: What raises in it is printed: later figures must not be lost to it. Nor must earlier ones
                 to one that takes longer: at the end of the budget TimeoutError is raised in it.
+            at_most: Seconds after which that is raised in any case: what is stuck takes the time of others.
         """
         if self.left() < seconds:
             return [not_measured(f"{name}: no time left", "left out")]
         try:
-            with self.ended():
+            with Budget(min(self.left(), at_most)).ended():
                 figures = measure()
         except Exception as error:
             traceback.print_exc()
@@ -56,11 +67,11 @@ class Budget:
     @contextmanager
     def ended(self) -> Iterator[None]:
         """Raise TimeoutError in the body when the time is up; only the main thread can be told."""
-        if math.isinf(left := self.left()):
+        if (left := self.left()) == math.inf:
             yield
             return
         before = signal.signal(signal.SIGALRM, _time_is_up)
-        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001), AGAIN_S)
         try:
             yield
         finally:
@@ -86,7 +97,7 @@ def _free() -> None:
 
 
 def _time_is_up(signum: int, frame: object) -> None:
-    raise TimeoutError("the budget has ended")
+    raise TimeoutError("the time is up")
 
 
 def add_budget(options: argparse.ArgumentParser) -> None:

@@ -109,7 +109,8 @@ def measure(
             return [*found, Figure(f"{title}: all of it", time.perf_counter() - began, "s")]
 
         needed = (WHOLE_S if size.whole else BLOCK_S) if compiled else EAGER_S
-        figures += budget.attempt(needed, title, one)
+        stuck = max(2 * needed, budget.left() / 2)
+        figures += budget.attempt(needed, title, one, at_most=stuck)
     return figures, reports
 
 
