@@ -1,14 +1,20 @@
 """The seconds that a benchmark may take: rather than overrun, it leaves something out and says so."""
 
 import argparse
+import gc
 import math
 import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from figure import Figure
+import torch
+
+from figure import Figure, short
+
+AGAIN_S = 5.0
+"""After which what goes on nevertheless is told again: an error in a callback is lost."""
 
 
 class Budget:
@@ -25,34 +31,47 @@ class Budget:
         """Seconds; negative after the end, infinite without a limit."""
         return self._end - time.monotonic()
 
-    def attempt(self, seconds: float, name: str, measure: Callable[[], list[Figure]]) -> list[Figure]:
+    def attempt(
+        self,
+        seconds: float,
+        name: str,
+        measure: Callable[[], list[Figure]],
+        *,
+        at_most: float = math.inf,
+    ) -> list[Figure]:
         """The figures that `measure` returns; one in their place where no time is left, or where it raises.
 
-        That one is a missed goal: what was not measured has met none.
+        That one is a missed goal: what was not measured has met none. Figures are printed as they come: a
+        log has them even where the process dies later. What the GPU still caches is given back afterwards.
 
         Args:
             seconds: That it is thought to take.
             name: Of what is measured.
             measure: What raises in it is printed: later figures must not be lost to it. Nor must earlier ones
                 to one that takes longer: at the end of the budget TimeoutError is raised in it.
+            at_most: Seconds after which that is raised in any case: what is stuck takes the time of others.
         """
         if self.left() < seconds:
             return [not_measured(f"{name}: no time left", "left out")]
         try:
-            with self._ended():
-                return measure()
+            with Budget(min(self.left(), at_most)).ended():
+                figures = measure()
         except Exception as error:
             traceback.print_exc()
-            return [not_measured(f"{name}: {said(error)}", "error")]
+            figures = [not_measured(f"{name}: {said(error)}", "error")]
+        for figure in figures:
+            print(f"{figure.name}: {short(figure.value, figure.unit)}", flush=True)
+        _free()
+        return figures
 
     @contextmanager
-    def _ended(self) -> Iterator[None]:
-        """Raise in the body when the time is up; only the main thread can be told."""
-        if math.isinf(left := self.left()):
+    def ended(self) -> Iterator[None]:
+        """Raise TimeoutError in the body when the time is up; only the main thread can be told."""
+        if (left := self.left()) == math.inf:
             yield
             return
         before = signal.signal(signal.SIGALRM, _time_is_up)
-        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001))
+        signal.setitimer(signal.ITIMER_REAL, max(left, 0.001), AGAIN_S)
         try:
             yield
         finally:
@@ -70,8 +89,15 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:100]
 
 
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError):  # of a device that is broken: what was measured on it has said so
+            torch.cuda.empty_cache()
+
+
 def _time_is_up(signum: int, frame: object) -> None:
-    raise TimeoutError("the budget has ended")
+    raise TimeoutError("the time is up")
 
 
 def add_budget(options: argparse.ArgumentParser) -> None:

@@ -207,6 +207,9 @@ def ends(life: Life) -> Iterator[str]:
                 yield f"rank {rank} does not refuse {life.spoilt}: {_end(last)}"
         elif last.get("kind") != "over" and not kinds & ENDERS and not _named(last, kinds):
             yield f"rank {rank} ended, and {sorted(kinds) or 'nothing'} had happened to it: {_end(last)}"
+    for one in life.of("error"):
+        if one["type"] in _NEVER:
+            yield f"no fault explains {_end(one)}"
     for one in life.of("save failed"):
         if not kinds & ENDERS and not _named(one, kinds):
             yield f"a save failed, and {sorted(kinds) or 'nothing'} had happened: {_end(one)}"
@@ -215,6 +218,19 @@ def ends(life: Life) -> Iterator[str]:
     yield from _right(life, kinds)
 
 
+_NEVER = frozenset(
+    {
+        "AssertionError",
+        "AttributeError",
+        "IndexError",
+        "KeyError",
+        "NameError",
+        "RecursionError",
+        "TypeError",
+        "UnboundLocalError",
+    }
+)
+"""Errors in a program: no fault from outside is told by one."""
 _WORDS = {"full": "No space left on device", "read-only": "Read-only file system"}
 
 

@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [tests|kernels|optim|input|checkpoint|step|meter|all ...] --out DIR [--budget S]
 
 Runs from a checkout with torch >= 2.11, its Triton, numpy, safetensors, rich and pytest; nothing has to be
-installed. torchdata, DALI, Liger, quack, matplotlib, pytest-timeout and pytest-xdist are used where they are;
-without xxhash checkpoints have slower checksums, and without msgspec no trace is read.
+installed. torchdata, DALI, Liger, quack, matplotlib and pytest-timeout are used where they are; without
+xxhash checkpoints have slower checksums, and without msgspec no trace is read.
 
 The ceilings come first, then the parts in the order above, each in a process of its own with its share of
 what is left of the budget: a part that crashes or hangs costs no other part, and each is told how long it may
@@ -73,7 +73,7 @@ def _about_machine() -> dict[str, Any]:
     """Asked in a process of its own: this one stays without a CUDA context, beside every part."""
     with tempfile.TemporaryDirectory(prefix="gpu-machine-") as folder:
         output = Path(folder) / "output"
-        code = run([sys.executable, "benchmarks/machine.py"], 120, output)
+        (code,) = run([[sys.executable, "benchmarks/machine.py"]], 120, [output])
         lines = [line for line in output.read_text(errors="replace").splitlines() if line.startswith("{")]
         if code != 0 or not lines:
             return {"commit": None, "hardware": None, "versions": None}

@@ -183,7 +183,7 @@ def measure(quick: bool, device: torch.device, budget: Budget) -> list[Figure]:
     found, ours = ways(batches, SETTLE + 1 + steps, device, normalise)
     step = Step(device, seconds, side)
     loops = {name: Loop(step, way, expected) for name, way in found.items()}
-    failed = {name: why for name, loop in loops.items() if (why := why_not(loop))}
+    failed = {name: why for name, loop in loops.items() if (why := why_not(loop, budget.left() / 3))}
     turns: dict[str, Callable[[], object]] = {n: loop for n, loop in loops.items() if n not in failed}
     limit_s = 0.8 * budget.left()
     if ALONE in failed or len(turns) == 1:
@@ -200,10 +200,11 @@ def measure(quick: bool, device: torch.device, budget: Budget) -> list[Figure]:
     return rows + budget.attempt(0.0, "copies of ours", lambda: copy_rate(ours, device))
 
 
-def why_not(loop: Loop) -> str | None:
-    """A run that is not counted: what it raises, which must not cost the others' figures."""
+def why_not(loop: Loop, seconds: float) -> str | None:
+    """A run that is not counted: what it raises or that it hangs, which must not cost the others' figures."""
     try:
-        loop()
+        with Budget(seconds).ended():
+            loop()
     except Exception as error:
         traceback.print_exc()
         return said(error)

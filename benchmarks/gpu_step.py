@@ -20,7 +20,6 @@ its own compute. It takes about two minutes, of which torch.compile has most; wh
 """
 
 import argparse
-import gc
 import sys
 import tempfile
 import time
@@ -110,8 +109,8 @@ def measure(
             return [*found, Figure(f"{title}: all of it", time.perf_counter() - began, "s")]
 
         needed = (WHOLE_S if size.whole else BLOCK_S) if compiled else EAGER_S
-        figures += budget.attempt(needed, title, one)
-        free(device)
+        stuck = max(2 * needed, budget.left() / 2)
+        figures += budget.attempt(needed, title, one, at_most=stuck)
     return figures, reports
 
 
@@ -120,7 +119,6 @@ def run(
 ) -> tuple[dict[str, Measurement], float | None, Any, float]:
     """Whole steps and their compute in turns; the peak in bytes, the report, and FLOPs of a step."""
     on_gpu = device.type == "cuda"
-    torch._dynamo.reset()
     job = Job(size, ours, compiled, data, device)
     try:
         job.settle()
@@ -135,6 +133,7 @@ def run(
         return took, peak, report, size.flops_per_token(job.parameters) * size.tokens
     finally:
         job.close()
+        torch._dynamo.reset()  # compiled graphs hold memory, which the next variant needs
 
 
 def speed_figures(
@@ -186,14 +185,6 @@ def matmul_rate(device: torch.device) -> float:
     product = {"product": ceilings.matmul(side, device)}
     took = alternate(product, rounds=10, warmup=2, timer=timer_for(device))
     return 2 * side**3 / took["product"].median
-
-
-def free(device: torch.device) -> None:
-    """Give the variant's memory back before the next is built; its graphs hold some in cycles."""
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _arguments() -> argparse.Namespace:

@@ -2,8 +2,8 @@
 
 Forward, and forward with backward, each captured in a CUDA graph, so that no launch from Python counts. The
 variants are replayed in turns, the L2 cache flushed before each replay. Every kernel is measured at its first
-width, then beside torch.compile there, which compiles each for seconds, and only then at its other widths: a
-budget that ends leaves out those, not kernels.
+width, then a language model's head, then each kernel beside torch.compile, which takes seconds for it, and
+only then at its other widths: a budget that ends leaves out those, not kernels.
 """
 
 import time
@@ -19,6 +19,7 @@ from budget import Budget
 from figure import Figure
 from harness import Measurement, alternate, time_figure, timer_for
 from kernel_cases import CASES, Case, Function
+from kernel_memory import HEAD, head_figures
 
 WIDTHS = (4096, 8192, 16_384)
 CLASSES = (32_768, 128_256)
@@ -28,6 +29,8 @@ AHEAD = 1.0
 PEERS = {"liger": "liger_kernel", "quack": "quack"}
 COMPILED = 1  # the turn in which torch.compile is the peer
 LOSSES = ("cross_entropy", "cross_entropy_")
+HEAD_S = 20.0
+"""What the head of a language model takes, the compilation of its peer included."""
 
 
 def measure(names: list[str], quick: bool, device: torch.device, budget: Budget) -> list[Figure]:
@@ -42,12 +45,14 @@ def measure(names: list[str], quick: bool, device: torch.device, budget: Budget)
     ]
     before = 0.0  # seconds of the one before
     for turn, name, d in sizes(names, quick):
+        if name == HEAD:
+            figures += budget.attempt(HEAD_S, HEAD, partial(head_figures, quick, device))
+            continue
         title, began = f"{name} {ELEMENTS // d:,} x {d:,}", time.monotonic()
         one = partial(size_figures, title, name, d, turn == COMPILED, device, rounds, copy)
         figures += budget.attempt(
             before, f"{title} against torch.compile" if turn == COMPILED else title, one
         )
-        torch.cuda.empty_cache()
         before = time.monotonic() - began
     return figures
 
@@ -66,9 +71,11 @@ def size_figures(
 
 
 def sizes(names: list[str], quick: bool) -> list[tuple[int, str, int]]:
-    """(turn, kernel, width): all kernels at their first width, there beside torch.compile, then at others."""
-    found = []
+    """(turn, kernel, width): at their first width, the head, beside torch.compile, at other widths."""
+    found = [(COMPILED, HEAD, 0)] if HEAD in names else []
     for name in names:
+        if name == HEAD:
+            continue
         first, *others = CLASSES if name in LOSSES else WIDTHS
         found += [(0, name, first), (COMPILED, name, first)]
         if not quick and name != "rope":

@@ -11,14 +11,10 @@ once; and the memory that linear_cross_entropy takes. What is not installed is r
 
 import os
 import sys
-from functools import partial
 
 from budget import Budget, add_budget
 from harness import finish, parser
 from overlapkit.device import as_device
-
-HEAD_S = 20.0
-"""What the head of a language model takes, the compilation of its peer included."""
 
 
 def main() -> int:
@@ -42,17 +38,16 @@ def main() -> int:
         if name not in known:
             options.error(f"KERNEL={name!r}: choose from {', '.join(known)}")
     wanted = args.kernels or known
-    names = [name for name in wanted if name in CASES]
     if device.type == "cpu":
         from kernel_bytes import measure
 
-        figures = measure(names, args.quick)
+        figures = measure([name for name in wanted if name in CASES], args.quick)
+        if HEAD in wanted:
+            figures += head_figures(args.quick, device)
     else:
         from kernel_speed import measure as measure_speed
 
-        figures = measure_speed(names, args.quick, device, budget)
-    if HEAD in wanted:
-        figures += budget.attempt(HEAD_S, HEAD, partial(head_figures, args.quick, device))
+        figures = measure_speed(wanted, args.quick, device, budget)
     return finish(figures, args)
 
 

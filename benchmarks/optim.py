@@ -117,10 +117,8 @@ def on_gpu(device: torch.device, quick: bool, budget: Budget) -> list[Figure]:
     for name, (shapes, groups) in sets.items():
         one = partial(beside_torch, name, shapes, groups, device, rounds)
         figures += budget.attempt(SET_S, name, one)
-        torch.cuda.empty_cache()
     for form in FORMS:
         figures += budget.attempt(FORM_S, form, partial(form_on_gpu, form, size, device, rounds))
-        torch.cuda.empty_cache()
     return figures
 
 

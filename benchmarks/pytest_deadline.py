@@ -1,4 +1,7 @@
-"""A plugin of pytest for benchmarks/gpu.py: from a moment on tests are skipped, so that there is a report."""
+"""A plugin of pytest for benchmarks/gpu.py: deals tests out among processes, and ends in time with a report.
+
+From a moment on tests are skipped.
+"""
 
 import os
 import signal
@@ -13,9 +16,21 @@ UNTIL = "OVERLAPKIT_TESTS_UNTIL"
 
 NO_TIME = "no time left in the budget of benchmarks/gpu.py"
 
-
 GRACE_S = 4.0
 """Of the test that runs at that moment: then it is skipped, too."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deal", default="0/1", metavar="I/N", help="every N-th of the tests, from the I-th on")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """After -m has left out what is not asked for."""
+    first, count = map(int, config.getoption("deal").split("/"))
+    mine = items[first::count]
+    config.hook.pytest_deselected(items=[item for at, item in enumerate(items) if at % count != first])
+    items[:] = mine
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,6 +29,11 @@ from tests.lock_order import SEEN
 GRACE_S = 5.0
 """How long the other ranks may go on once one has failed: enough for their own error, too short to hang."""
 
+if not torch.cuda.is_available():
+    # Autograd makes a thread for each device that there is at the process's first backward, and then refuses
+    # to run in forks. With no GPU torch's CUDA builds have no device until they trace something; then eight.
+    torch.zeros((), requires_grad=True).backward()
+
 
 class RanksFailed(AssertionError):
     """At least one rank raised, died or hung.

@@ -6,7 +6,7 @@ from torch import nn
 
 import overlapkit as ok
 from overlapkit.lane import Lane
-from overlapkit.optimizer_step import at_update, closure_comes_first, with_hooks
+from overlapkit.optimizer_step import at_update, before_update, with_hooks
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -99,10 +99,34 @@ def test_the_act_comes_after_the_closure_and_before_the_update(kind, how):
     assert not torch.equal(model.weight, before)
 
 
-def test_who_calls_the_closure_first():
-    assert closure_comes_first(made()[1])
-    assert closure_comes_first(made(torch.optim.LBFGS)[1])
-    assert not closure_comes_first(made(Sharpness)[1])
+@pytest.mark.parametrize(
+    ("kind", "how", "at_once"),
+    [
+        (ok.AdamW, "none", False),
+        (ok.AdamW, "position", False),
+        (torch.optim.LBFGS, "keyword", False),
+        (Sharpness, "position", True),
+        (Sharpness, "keyword", True),
+    ],
+)
+def test_what_must_come_before_any_change_waits_for_a_closure_that_comes_first(kind, how, at_once):
+    model, optimizer = made(kind)
+    seen, before = [], model.weight.detach().clone()
+
+    def act():
+        seen.append("act")
+        if seen.count("act") == 1:
+            assert torch.equal(model.weight, before)
+
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: before_update(args, kwargs, act))
+    closure = closure_of(model, optimizer, seen)
+    if how == "none":
+        closure()
+        optimizer.step()
+    else:
+        optimizer.step(closure) if how == "position" else optimizer.step(closure=closure)
+    assert (seen.index("act") < seen.index("closure")) == at_once
+    assert not torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Wrapper], ids=["itself", "wrapper"])

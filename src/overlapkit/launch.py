@@ -88,8 +88,9 @@ class Kernel:
             grid: Number of programs, on axis 0: the other axes end at 65,535. With 0 nothing is launched.
             args: The kernel's arguments in order; the first is a tensor.
             warps: Warps a program.
-            resident: The grid has only a few programs a processor, so each may use all registers that one
-                can have. Else ptxas may spill a value or two for an occupancy that such a grid never reaches.
+            resident: Each program may use all registers that one can have: the grid has only a few programs
+                a processor, or each holds much. Else ptxas may spill a value or two, for an occupancy that
+                such a grid never reaches or for one program more.
             constants: Its constexpr arguments.
         """
         if grid == 0:

@@ -58,9 +58,21 @@ def at_update(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], N
     return (args[0], closure_then_act, *args[2:]), kwargs
 
 
-def closure_comes_first(optimizer: Optimizer) -> bool:
-    """Whether its step is known to change nothing before the closure has run: torch's, ours, no others.
+def before_update(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Any:
+    """Call `act` before a step changes anything: as `at_update` does, or now where that may be too late.
 
-    Sharpness-aware ones move the parameters, and then call the closure.
+    Sharpness-aware optimizers move the parameters, and then call the closure: of torch's and ours alone it is
+    known that the closure comes first.
+
+    Args:
+        args: What a step pre-hook was given, the optimizer first.
+        kwargs: The same.
+        act: Called each time that the closure has run, or once.
+
+    Returns:
+        What the pre-hook must return.
     """
-    return type(optimizer).step.__module__.startswith(("torch.optim.", "overlapkit."))
+    if type(args[0]).step.__module__.startswith(("torch.optim.", "overlapkit.")):
+        return at_update(args, kwargs, act)
+    act()
+    return None

@@ -137,6 +137,10 @@ PLANTED = {
         ended({"kind": "error", "type": "KeyError", "text": "'x'"}, faults=(("raise", 0),)),
         "no rank raised what its source did",
     ),
+    "an error of the program": (
+        ended({"kind": "error", "type": "KeyError", "text": "'x'"}, faults=(("kill", 0),)),
+        "no fault explains KeyError: 'x'",
+    ),
     "a signal that loses a step": (
         ended({"kind": "error", "type": "SystemExit", "text": "", "code": 143}, faults=(("term", 0),)),
         "after SIGTERM",

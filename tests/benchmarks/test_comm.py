@@ -83,6 +83,7 @@ def test_a_short_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     block, ends = 8.4, 4.1
     parameters = 2 * block + 2 * ends
     assert sent["DDP"] == pytest.approx(parameters, rel=0.1)
+    assert sent["ours, replicate"] == pytest.approx(parameters, rel=0.1)  # as many as by a ring
     assert sent["ours, shard"] == pytest.approx((parameters + 2 * block + parameters) / 2, rel=0.1)
     assert sent["fully_shard"] > 1.3 * sent["ours, shard"]  # gloo's reduce-scatter sends all twice
     assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -94,18 +94,18 @@ def test_what_a_part_reports_beside_its_figures_is_kept(checkout):
 
 
 def test_on_a_gpu_a_benchmark_is_told_how_long_it_may_take(monkeypatch):
-    command = benchmark_command("optim", "cuda", Path("report"), 100.0, Path("out"))
+    (command,) = benchmark_command("optim", "cuda", Path("report"), 100.0, Path("out"))
     assert command[1:] == ["benchmarks/optim.py", "--json", "report", "--device", "cuda", "--budget", "82"]
     for installed in (True, False):
         monkeypatch.setattr(gpu_parts, "find_spec", lambda name, found=installed: object() if found else None)
-        command = benchmark_command("step", "cuda", Path("report"), 100.0, Path("out"))
+        (command,) = benchmark_command("step", "cuda", Path("report"), 100.0, Path("out"))
         assert ("out/step.png" in command) == installed  # drawn with matplotlib
 
 
 def test_every_part_takes_its_budget():
     """What it would do on a GPU, up to where it looks for one."""
     for name in gpu_parts.WEIGHTS.keys() - {"tests"}:
-        command = benchmark_command(name, "cuda", Path("report.json"), 100.0, Path("."))
+        (command,) = benchmark_command(name, "cuda", Path("report.json"), 100.0, Path("."))
         source = (ROOT / command[1]).read_text()
         assert "add_budget(options)" in source, name
         assert "Budget(args.budget)" in source, name
@@ -139,51 +139,52 @@ def test_a_part_that_is_not_there_or_has_no_time_is_not_passed(checkout):
     assert _run_part(checkout, "input", share=0.5).status == "no time"
 
 
+@pytest.fixture
+def tests_of(checkout, monkeypatch):
+    """Makes tests of a source, which two processes are dealt, and runs them."""
+    shutil.copy(ROOT / "benchmarks" / "pytest_deadline.py", checkout / "benchmarks")
+    (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\nfilterwarnings = error\n")
+    monkeypatch.setattr(gpu_parts, "PROCESSES", 2)
+
+    def run(source: str) -> Result:
+        (checkout / "tests" / "test_it.py").write_text("import os, pytest, time, warnings\n" + source)
+        return _run_part(checkout, "tests")
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("body", "status", "counts"),
     [
-        ("assert True", "passed", (1, 0, 0)),
+        ("warnings.warn('that only a GPU brings')", "passed", (1, 0, 0)),
         ("assert False", "failed", (0, 1, 0)),
         ("pytest.skip('no')", "skipped", (0, 0, 1)),
     ],
 )
-def test_what_becomes_of_the_tests(checkout, monkeypatch, body, status, counts):
-    shutil.copy(ROOT / "benchmarks" / "pytest_deadline.py", checkout / "benchmarks")
-    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)  # without pytest-xdist
-    (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
-    test = f"import pytest\n@pytest.mark.gpu\ndef test_it():\n    {body}\ndef test_other():\n    1 / 0\n"
-    (checkout / "tests" / "test_it.py").write_text(test)
+def test_what_becomes_of_the_tests(checkout, tests_of, body, status, counts):
     (checkout / "tests" / "test_unmarked.py").write_text("1 / 0")
-    result = _run_part(checkout, "tests")
+    result = tests_of(f"@pytest.mark.gpu\ndef test_it():\n    {body}\ndef test_other():\n    1 / 0\n")
     assert result.status == status
     assert (result.tests["passed"], result.tests["failed"], result.tests["skipped"]) == counts
     assert result.tests["failures"] == (["tests.test_it::test_it"] if status == "failed" else [])
 
 
-def test_tests_that_no_time_is_left_for_are_counted(checkout, monkeypatch):
-    """Also with workers of pytest-xdist, which are told by the environment."""
-    shutil.copy(ROOT / "benchmarks" / "pytest_deadline.py", checkout / "benchmarks")
-    (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
-    body = "import os, pytest\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(6))\ndef test_it(n):\n"
-    body += f"    os.environ[{UNTIL!r}] = '0'  # in this process time is up\n"
-    (checkout / "tests" / "test_it.py").write_text(body)
-    monkeypatch.setattr(gpu_parts, "WORKERS", 2)
-    result = _run_part(checkout, "tests")
+def test_tests_that_no_time_is_left_for_are_counted(tests_of):
+    """The one that runs when time is up, too."""
+    source = f"@pytest.fixture\ndef late():\n    os.environ[{UNTIL!r}] = '0'  # in this process time is up\n"
+    source += "@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n):\n    pass\n"
+    source += "@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(3))\ndef test_late(n, late):\n"
+    result = tests_of(source + "    time.sleep(300)\n")
     assert (result.status, result.tests["failed"]) == ("no time", 0), result.output_tail
-    assert result.tests["passed"] in (1, 2)  # one in each worker
-    assert result.tests["passed"] + result.tests["no_time"] == 6
+    assert (result.tests["passed"], result.tests["no_time"]) == (3, 3)
 
 
-def test_a_test_that_runs_when_time_is_up_costs_no_other_result(checkout, monkeypatch):
-    shutil.copy(ROOT / "benchmarks" / "pytest_deadline.py", checkout / "benchmarks")
-    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
-    (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu: x\n")
-    body = "import os, time, pytest\n@pytest.fixture\ndef late():\n"
-    body += f"    os.environ[{UNTIL!r}] = '0'\n@pytest.mark.gpu\ndef test_first():\n    pass\n"
-    body += "@pytest.mark.gpu\ndef test_it(late):\n    time.sleep(300)\n"
-    (checkout / "tests" / "test_it.py").write_text(body)
-    result = _run_part(checkout, "tests")
-    assert (result.status, result.tests["passed"], result.tests["no_time"]) == ("no time", 1, 1)
+def test_a_process_that_dies_loses_no_other_tests(checkout, tests_of):
+    source = "@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(6))\ndef test_it(n):\n"
+    result = tests_of(source + "    if n == 4:\n        os.abort()\n")
+    assert (result.status, result.tests["passed"]) == ("failed", 3)  # 1, 3 and 5
+    assert "without a report: ended by SIGABRT" in result.detail
+    assert "test_it.py::test_it[4] Fatal Python error: Aborted" in (checkout.parent / "gpu.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import budget
 import ceilings
 import gpu_checkpoint
 import gpu_input
@@ -62,8 +64,14 @@ def test_a_peer_that_fails_costs_no_other_figure() -> None:
     def broken() -> Any:
         raise OSError("no space left in /dev/shm")
 
-    loop = gpu_input.Loop(gpu_input.Step(CPU, 1e-4, 8), broken, [torch.zeros(())] * 4)
-    assert gpu_input.why_not(loop) == "OSError: no space left in /dev/shm"
+    def hanging() -> Any:
+        time.sleep(100)
+
+    step = gpu_input.Step(CPU, 1e-4, 8)
+    failed = gpu_input.Loop(step, broken, [torch.zeros(())] * 4)
+    assert gpu_input.why_not(failed, 60.0) == "OSError: no space left in /dev/shm"
+    hung = gpu_input.Loop(step, hanging, [torch.zeros(())] * 4)
+    assert gpu_input.why_not(hung, 0.01) == "TimeoutError: the time is up"
     assert gpu_input.failure("DataLoader", "no space").met is None
     assert gpu_input.failure("ours over DataLoader", "no space").met is False
 
@@ -158,6 +166,7 @@ def test_a_budget_leaves_out_and_says_so(capsys: pytest.CaptureFixture[str]) -> 
         raise ValueError("no such kernel\nmore")
 
     assert Budget(None).attempt(1e9, "x", one) == one()
+    assert capsys.readouterr().out == "x: 1.00 s\n"  # a log has it, whatever comes later
     (left_out,) = Budget(5.0).attempt(10.0, "x", one)
     assert (left_out.name, left_out.goal, left_out.met) == ("x: no time left", "<= 0 left out", False)
     (failed,) = Budget(None).attempt(0.0, "x", broken)
@@ -165,11 +174,31 @@ def test_a_budget_leaves_out_and_says_so(capsys: pytest.CaptureFixture[str]) -> 
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_what_overruns_its_budget_is_ended_there() -> None:
+def test_a_device_that_is_broken_costs_no_figure_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sticky() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", sticky)
+    (failed,) = Budget(None).attempt(0.0, "x", lambda: sticky())  # type: ignore[func-returns-value]
+    assert failed.name == "x: AcceleratorError: CUDA error: an illegal memory access was encountered"
+
+
+def test_what_overruns_its_budget_is_ended_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the whole part would be stopped before it has written what it knows."""
-    (late,) = Budget(0.05).attempt(0.0, "x", lambda: time.sleep(100))
-    assert (late.name, late.met) == ("x: TimeoutError: the budget has ended", False)
+
+    def deaf() -> list[Figure]:
+        with suppress(TimeoutError):  # as an error in a callback is lost
+            time.sleep(100)
+        time.sleep(100)
+        return []
+
+    monkeypatch.setattr(budget, "AGAIN_S", 0.05)
+    (late,) = Budget(0.05).attempt(0.0, "x", deaf)
+    assert (late.name, late.met) == ("x: TimeoutError: the time is up", False)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    (stuck,) = Budget(None).attempt(0.0, "x", lambda: time.sleep(100), at_most=0.05)  # type: ignore[arg-type,func-returns-value]
+    assert stuck.name == "x: TimeoutError: the time is up"
 
 
 def test_rounds_end_with_their_time_but_one_is_timed() -> None:

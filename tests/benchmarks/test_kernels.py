@@ -14,6 +14,7 @@ import torch
 
 import kernel_speed
 from budget import Budget
+from figure import Figure
 from kernel_cases import CASES, nbytes
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
@@ -119,14 +120,19 @@ def test_every_kernel_comes_at_its_first_width_before_any_at_its_second(
         raise RuntimeError("out of shared memory")
 
     monkeypatch.setitem(kernel_speed.CASES, "geglu", broken)
-    names = ["swiglu", "geglu", "rms_norm"]
+    monkeypatch.setattr(kernel_speed, "head_figures", lambda quick, device: [Figure("the head", 1.0, "MiB")])
+    names = ["swiglu", "geglu", kernel_speed.HEAD, "rms_norm"]
     figures = {f.name: f for f in kernel_speed.measure(names, False, CPU, Budget(None))}
     assert figures["geglu 16 x 64: RuntimeError: out of shared memory"].met is False
     order = [name.split(",")[0] for name in figures if name.endswith("forward: of copy bandwidth")]
     assert order == ["swiglu 16 x 64", "rms_norm 16 x 64", "swiglu 8 x 128", "rms_norm 8 x 128"]
+    compiled = next(at for at, name in enumerate(figures) if name.endswith("against torch.compile"))
+    before = list(figures)[:compiled]
+    assert before[-1] == "the head"
+    assert "rms_norm 16 x 64, forward: of copy bandwidth" in before
     assert figures["swiglu 16 x 64, forward against torch.compile"].ratio_limit == 1.0
     assert "swiglu 8 x 128, forward against torch.compile" not in figures
     late = kernel_speed.measure(names, True, CPU, Budget(1e-9))
-    titles = [f"{name} 16 x 64" for name in names]
-    left_out = [*titles, *(f"{title} against torch.compile" for title in titles)]
+    titles = [f"{name} 16 x 64" for name in names if name != kernel_speed.HEAD]
+    left_out = [*titles, kernel_speed.HEAD, *(f"{title} against torch.compile" for title in titles)]
     assert [f.name for f in late[1:]] == [f"{title}: no time left" for title in left_out]

@@ -52,8 +52,8 @@ def helper():
 @pytest.mark.parametrize("seed", range(30))
 def test_any_box_of_any_chunks(tmp_path, monkeypatch, helper, seed):
     rng = random.Random(seed)
-    monkeypatch.setattr("overlapkit.checkpoint.reader._AT_ONCE", rng.choice([1, 150, 400, 1 << 20]))
-    monkeypatch.setattr("overlapkit.checkpoint.reader._BUFFERS", rng.choice([1, 3, 512]))
+    monkeypatch.setattr("overlapkit.checkpoint.blocks._AT_ONCE", rng.choice([1, 150, 400, 1 << 20]))
+    monkeypatch.setattr("overlapkit.checkpoint.blocks._BUFFERS", rng.choice([1, 3, 512]))
     shape = [rng.choice([1, 2, 5, 13, 40]) for _ in range(rng.choice([0, 1, 2, 2, 3]))]
     dtype = rng.choice([torch.float32, torch.uint8, torch.float64])
     value = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).mul(200).to(dtype)

@@ -1,8 +1,9 @@
-"""docs/troubleshooting.md has every error that the library raises: they are found in the sources by syntax.
+"""docs/troubleshooting.md has every error and warning of the library, found in the sources by syntax.
 
 The rule: errors about an argument (TypeError, ValueError and their like) name the argument, its value, what
 is allowed and the remedy, so the page says that once. The classes of `ONE_REMEDY` have one thing to do,
-whatever the message; the page has the class. Of all others the page has each message, up to its remedy.
+whatever the message; the page has the class. Of all others the page has each message, up to its remedy, and
+so of each warning.
 """
 
 import ast
@@ -44,6 +45,9 @@ INSIDE = {
 }
 """Never reaches a user as an exception."""
 
+WARNS = {"log.warning", "warn", "warnings.warn"}
+"""What says a message and lets training go on."""
+
 
 def template(node: ast.AST) -> str | None:
     """A string in the source with … for what is put in; None for anything else."""
@@ -73,12 +77,43 @@ def raised() -> Iterator[tuple[str, str, str]]:
                 yield f"{path.relative_to(SOURCES)}:{node.lineno}", kind, messages[0] if messages else ""
 
 
+def warned() -> Iterator[tuple[str, str | None]]:
+    """Place and message of each warning in the sources; None where the message cannot be told by syntax."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCES.rglob("*.py"))}
+    made = {
+        one.name: text
+        for tree in trees.values()
+        for one in ast.walk(tree)
+        if isinstance(one, ast.FunctionDef)
+        for node in one.body
+        if isinstance(node, ast.Return) and node.value is not None and (text := template(node.value))
+    }
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in WARNS and path.name != "warn.py":
+                said = node.args[0]
+                if isinstance(said, ast.Call):  # a function makes it
+                    text = made.get(ast.unparse(said.func).rpartition(".")[2])
+                else:
+                    text = template(said)
+                yield f"{path.relative_to(SOURCES)}:{node.lineno}", text and re.sub("%[sd]", "…", text)
+
+
 ALL = list(raised())
 NAMED = [one for one in ALL if one[2] and one[1] not in ARGUMENTS | ONE_REMEDY | INSIDE.keys()]
+WARNED = list(warned())
 
 
 def test_the_page_has_every_message() -> None:
     missing = [(place, beginning(text)) for place, _, text in NAMED if f"`{beginning(text)}`" not in PAGE]
+    assert missing == [], "add them to docs/troubleshooting.md, with what is to be done"
+
+
+def test_the_page_has_every_warning() -> None:
+    assert [place for place, text in WARNED if text is None] == [], "say it where it is warned of"
+    missing = [
+        (place, beginning(text)) for place, text in WARNED if text and f"`{beginning(text)}`" not in PAGE
+    ]
     assert missing == [], "add them to docs/troubleshooting.md, with what is to be done"
 
 
@@ -89,7 +124,9 @@ def test_the_page_has_the_classes() -> None:
 
 def test_the_page_has_no_message_of_yesterday() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
-    known = {beginning(message) for _, _, message in ALL}
+    known = {
+        beginning(message) for message in [*(one[2] for one in ALL), *(text or "" for _, text in WARNED)]
+    }
     assert [row for row in rows if " " in row and row not in known] == []
 
 

@@ -1,6 +1,7 @@
 """The launch scripts: read by shellcheck and Kubeflow's models, run with stand-ins for torchrun and Slurm."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.examples.scripts import beside
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = EXAMPLES / "launch"
@@ -115,30 +118,55 @@ def test_slurm_saves_when_time_is_up_and_asks_to_go_on(machine, sent, requeued):
     assert ("scontrol requeue 7" in calls()) is requeued
 
 
-def test_kubernetes_fields_are_those_of_kubeflow_s_own_models():
+@pytest.fixture
+def kubernetes():
+    """The runtime, the job, and the pod that the runtime describes."""
+    yaml = pytest.importorskip("yaml")
+    runtime, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    return runtime, job, node["template"]["spec"]["template"]["spec"]
+
+
+def test_kubernetes_fields_are_those_of_kubeflow_s_own_models(kubernetes):
     """Their models leave out what they do not know: what comes back is what was understood."""
     if not find_spec("kubeflow_trainer_api"):
         pytest.skip("kubeflow-trainer-api is not installed: pip install -e '.[dev]'")
-    import yaml
     from kubeflow_trainer_api import models
 
     kinds = {
         "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
         "TrainJob": models.TrainerV1alpha1TrainJob,
     }
-    documents = list(yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text()))
-    assert [document["kind"] for document in documents] == list(kinds)
-    for document in documents:
+    runtime, job, pod = kubernetes
+    assert [document["kind"] for document in (runtime, job)] == list(kinds)
+    for document in (runtime, job):
         understood = kinds[document["kind"]].from_dict(document).to_dict()
         assert understood == document
-    runtime, job = documents
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_the_times_fit_into_each_other():
+def test_the_pod_s_command_is_one_that_torchrun_and_the_example_take(kubernetes, monkeypatch):
+    from torch.distributed.run import get_args_parser
+
+    _, job, pod = kubernetes
+    trainer = job["spec"]["trainer"]
+    shell, (line,) = trainer["command"], trainer["args"]
+    assert [*shell, *shlex.split(line)[:2]] == ["sh", "-c", "exec", "torchrun"]
+    known = get_args_parser().parse_args(shlex.split(line)[2:])
+    script = EXAMPLES.parent / known.training_script
+    assert script.is_file()
+    monkeypatch.setattr(sys, "argv", [str(script), *known.training_script_args])
+    with beside(script.name):
+        import options
+
+        out = options.arguments().out
+    assert any(out.is_relative_to(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"])
+    assert trainer["numProcPerNode"] == int(trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"])
+
+
+def test_the_times_fit_into_each_other(kubernetes):
     """The deadline of the save, torchrun's patience, the pod's grace: as README.md says."""
     import inspect
 
@@ -148,6 +176,6 @@ def test_the_times_fit_into_each_other():
 
     deadline = inspect.signature(ok.Checkpointer.on_signal).parameters["deadline"].default
     patience = inspect.signature(api.PContext.close).parameters["timeout"].default
-    assert deadline < patience < 60
-    assert "terminationGracePeriodSeconds: 60" in (LAUNCH / "kubernetes.yaml").read_text()
+    _, _, pod = kubernetes
+    assert deadline < patience < pod["terminationGracePeriodSeconds"] == 60
     assert "--signal=B:USR1@120" in (LAUNCH / "slurm.sbatch").read_text()

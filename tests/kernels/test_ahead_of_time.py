@@ -134,6 +134,26 @@ def test_wide_norms_with_weights_in_float32_do_not_spill(capability: int) -> Non
         assert (used["STACK"], used["LOCAL"]) == (0, 0), (launch.kernel.fn, launch.args[0].dtype, used)
 
 
+@pytest.mark.parametrize(
+    ("capability", "classes", "dtype", "smoothing"),
+    [(80, [8, 32, 128], torch.float32, 0.1), (100, [131_072], torch.bfloat16, 0.0)],
+    ids=["several rows", "softcap alone, wide"],
+)
+def test_the_loss_in_place_does_not_spill_for_one_program_more(
+    capability: int, classes: list[int], dtype: torch.dtype, smoothing: float
+) -> None:
+    """ptxas does, 8 bytes, unless told how many registers it may use."""
+    rows, target = meta(N, dtype=torch.float32), meta(N, dtype=torch.int64)
+    options = Options(label_smoothing=smoothing, z_loss=1e-4, softcap=30.0)
+    with recorded() as found:
+        for v in classes:
+            logits, weight = meta(N, v, dtype=dtype), meta(v, dtype=dtype)
+            cross_entropy_inplace.forward_and_gradient_(logits, target, weight, rows[0], options)
+    for launch in found:
+        used = resources(launch.compile(capability).asm["cubin"])
+        assert (used["STACK"], used["LOCAL"]) == (0, 0), (launch.configuration, used)
+
+
 def test_rows_are_loaded_and_stored_by_128_bits() -> None:
     for launch in launches([4096, 16_384], [32_768]):
         ptx, name = launch.compile(90).asm["ptx"], launch.name

@@ -253,6 +253,7 @@ def test_captured_in_a_cuda_graph(name: str) -> None:
     ours, _, inputs, grads = case(name, 65, 1000, torch.float32)
     eager = run(ours, inputs, grads)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run(ours, inputs, grads)
     torch.cuda.current_stream().wait_stream(side)

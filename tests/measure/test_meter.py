@@ -2,6 +2,7 @@ import gc
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -330,7 +331,8 @@ def test_two_meters_see_the_same(clock):
             loss = model(torch.ones(2))
             loss.backward()
             optimizer.step()
-    assert first.last == second.last
+    seen = replace(second.last, peak_memory=first.last.peak_memory)  # the process's: it may grow in between
+    assert first.last == seen
     assert (first.last.input, first.last.forward) == (5, 10)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -68,6 +69,15 @@ def test_the_last_of_each_so_many_steps_is_traced_and_not_measured(loop):
     before, after = list(loop.meter._ledger.traces)[-2:]
     assert (before.index, after.index) == (4, 6)
     assert after.segments[0].start > before.segments[-1].end
+
+
+def test_what_torch_says_of_its_first_profiler_is_not_said_of_ours(loop, monkeypatch):
+    """Torch 2.11 and 2.12 warn that cycles are forgotten; ours has one."""
+    monkeypatch.setattr(torch.profiler.profiler, "_WARNINGS_SHOWN", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.step(3)
+    assert (loop.read().traced_step, loop.read().trace_note) == (2, None)
 
 
 def test_the_report_with_a_trace_as_text_and_json(loop, tmp_path):

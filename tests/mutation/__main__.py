@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--show", action="store_true", help="list the points, and what is left out and why")
     chosen = parser.parse_args(arguments)
     root, begun = Path.cwd(), time.monotonic()
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: runs are ended, copies removed
+        signal.signal(ending, signal.default_int_handler)
     every = in_package(root / PACKAGE)
     if chosen.show:
         for point in every:
@@ -59,14 +62,14 @@ def main(arguments: Sequence[str]) -> int:
         known = {one: listed[one.key].test for one in open_points if one.key in listed and not chosen.afresh}
         before = {point: test for point, test in known.items() if test is not None}
         if before:
-            failing = trial.failing(set(before.values()))
-            caught = trial.run({one: [test] for one, test in before.items() if test not in failing}, {})
+            usual = trial.passing(set(before.values()))
+            caught = trial.run({one: [test] for one, test in before.items() if test in usual}, usual)
         left = [one for one in open_points if one.key not in caught]
         if left:
             recording = _recorded(Path(folder), root, left, chosen.jobs, chosen.recording)
             found = trial.run({one: recording.tests_of(one) for one in left}, recording.seconds)
-            failing = trial.failing({str(row.test) for row in found.values()})
-            caught |= {key: row for key, row in found.items() if row.test not in failing}
+            usual = trial.passing({str(row.test) for row in found.values()})
+            caught |= {key: row for key, row in found.items() if row.test in usual}
     print(f"{len(caught)} of {len(open_points)} caught in {time.monotonic() - begun:.0f} s")
     return _concluded(every, points, caught, listed, root if chosen.write else None)
 

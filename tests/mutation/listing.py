@@ -23,14 +23,12 @@ class Row:
     Attributes:
         key: The point's.
         test: What caught it, or None where it changes nothing.
-        how: "" where the test failed, "late" where it ran into its time limit.
         seconds: That took.
         reason: Why it changes nothing.
     """
 
     key: Key
     test: str | None
-    how: str = ""
     seconds: float = 0.0
     reason: str = ""
 
@@ -79,7 +77,7 @@ def _line(row: Row) -> str:
     if row.test is None:
         caught, seconds = f"nothing: {row.reason}", ""
     else:
-        caught, seconds = f"`{row.test}`" + (f" ({row.how})" if row.how else ""), f"{row.seconds:.0f}"
+        caught, seconds = f"`{row.test}`", f"{row.seconds:.0f}"
     cells = [f"`{file}`", f"`{where}`", code, caught, seconds]
     return f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |"
 
@@ -90,5 +88,4 @@ def _row(file: str, where: str, code: str, caught: str, seconds: str) -> Row:
     key = (file.strip("`"), where.strip("`"), text.replace(_BAR, "|"), counted)
     if caught.startswith("nothing: "):
         return Row(key, None, reason=caught.removeprefix("nothing: "))
-    test, _, how = caught[1:].rpartition("`")
-    return Row(key, test.replace(_BAR, "|"), how.strip(" ()"), float(seconds))
+    return Row(key, caught.strip("`").replace(_BAR, "|"), float(seconds))

@@ -48,12 +48,12 @@ def warm() -> None:
 
 
 class Run:
-    """Tests under way in a child process, in a session of their own.
+    """Tests under way in a child process, in a process group of their own.
 
     Args:
         at: The copy of the checkout they run in.
         arguments: Of pytest.
-        limit_s: After this the run is ended, and counts as late.
+        limit_s: After this the run is ended: its test is late.
     """
 
     def __init__(self, at: Path, arguments: Sequence[str], limit_s: float) -> None:
@@ -67,6 +67,8 @@ class Run:
         self._child = os.fork()
         if self._child == 0:
             _be_pytest(at, arguments, self._report, self._said)
+        with contextlib.suppress(OSError):  # the child does so, too: whoever ends it may come before it
+            os.setpgid(self._child, self._child)
 
     def is_over(self) -> bool:
         """Whether the child has ended; ends it where it is late."""
@@ -106,7 +108,7 @@ def _be_pytest(at: Path, arguments: Sequence[str], report: Path, said: Path) -> 
     """The child's life."""
     status = 70
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -122,6 +124,7 @@ def _be_pytest(at: Path, arguments: Sequence[str], report: Path, said: Path) -> 
         os.environ.update({"PYTHONPATH": f"{at / 'src'}{os.pathsep}{at}", WHERE: str(report)})
         import pytest
 
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         status = int(
             pytest.main(["-q", "-p", "tests.mutation.reporting", "-p", "no:cacheprovider", *arguments])
         )

@@ -11,8 +11,8 @@ from tests.mutation.listing import BEGIN, END, PAGE, Row, differences
 from tests.mutation.points import in_package, in_source
 
 ROWS = [
-    Row(("a.py", "A.f", "x.wait()", 1), "tests/test_a.py::test_b[c|d]", "", 3.0),
-    Row(("a.py", "A.f", "x.wait()", 2), "tests/test_a.py::test_b", "late", 61.0),
+    Row(("a.py", "A.f", "x.wait()", 1), "tests/test_a.py::test_b[c|d]", 3.0),
+    Row(("a.py", "A.f", "x.wait()", 2), "tests/test_a.py::test_b", 61.0),
     Row(("b.py", "f.g", "lane.submit(lambda: a | b).wait()", 1), None, reason="it is over"),
 ]
 

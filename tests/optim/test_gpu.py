@@ -83,6 +83,7 @@ def test_captured_in_a_cuda_graph(options: dict[str, Any], dtype: torch.dtype) -
     a = ok.AdamW(ours, lr=lr, max_norm=1.0, capturable=True, **options)
     b = ok.AdamW(theirs, lr=lr, max_norm=1.0, **options)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         give(ours, 0)
         a.step()

@@ -154,11 +154,28 @@ def test_copies_and_pickles_are_as_those_of_ddp():
             twin.zero_grad()
             loss_of(twin, batch(0)).backward()
             assert all(torch.equal(a, b) for a, b in zip(_gradients(twin), _gradients(model), strict=True))
-            assert [span.name for span in twin.timings()] == [
-                "all_reduce tail",
+            assert {span.name for span in twin.timings()} == {
                 "all_reduce embed.weight .. head.weight (22)",
-            ][::-1]
+                "all_reduce tail",
+            }
         assert len(model.timings()) == 2  # one bucket and the tail
+
+
+def test_a_copy_that_one_rank_keeps_for_itself_does_not_part_it_from_the_others():
+    """As an average of the weights on rank 0. What is replicated later is told apart on all ranks."""
+
+    def job(rank: int) -> list[list[torch.Tensor]]:
+        first = ok.replicate(gpt())
+        if rank == 0:
+            copy.deepcopy(first)
+        found = []
+        for model in (first, ok.replicate(gpt())):
+            loss_of(model, half(rank)(batch(0))).backward()
+            found.append(_gradients(model))
+        return found
+
+    for first, second in run_ranks(2, job):
+        assert all(map(torch.equal, first, second))
 
 
 def _on_a_gpu(rank: int) -> tuple[bool, list[list[tuple[str, Any, bool]]]]:

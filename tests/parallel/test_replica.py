@@ -1,5 +1,9 @@
 """replicate against one process on three ranks: what DDP finds hard, and what it would do wrong unseen."""
 
+import copy
+import itertools
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -173,6 +177,29 @@ def test_a_mesh_of_some_ranks():
     assert max(run_ranks(4, job)) < 2e-6
 
 
+def test_two_replicas_in_one_backward_keep_their_buckets_apart():
+    """Their gradients become ready in turns, of as many bytes, and ranks send them at their own pace."""
+
+    def backward(models: list[nn.Module], rows: torch.Tensor) -> None:
+        first, second = (loss_of(model, rows) for model in models)
+        (first + 3 * second).backward()
+
+    def job(rank: int) -> float:
+        models = [gpt(), gpt()]
+        truths = [copy.deepcopy(model).double() for model in models]
+        replicas = [ok.replicate(model, bucket_cap_mb=0.001) for model in models]
+        for each, replica in enumerate(replicas):
+            replica._times._lane.delay_s = 0.002 * ((rank + each) % 2)
+        for step in range(2):  # from the second on there are several buckets
+            for some, rows in ((replicas, half(rank)(batch(step))), (truths, batch(step))):
+                for model in some:
+                    model.zero_grad()
+                backward(some, rows)
+        return max(max(worst_error(*pair)) for pair in zip(replicas, truths, strict=True))
+
+    assert max(run_ranks(2, job)) < 2e-6
+
+
 class _Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -205,22 +232,30 @@ def test_the_first_bucket_is_small_at_any_size(options: dict[str, Any], sizes: l
 
 
 def test_spans_say_when_a_bucket_was_ready_and_when_its_turn_came():
+    """Dense ones wait for each other; a sparse one, which the backend itself sums, for none of them."""
+    sums = [torch.ones(place + 1) for place in range(3)]
+    sums.insert(1, torch.ones(2).to_sparse())
     with one_rank_group():
-        times = BucketTimes({}, dist.group.WORLD)
-        wait = []
-        for place in range(4):
-            reduction = times.reduction(
-                type("Bucket", (), {"parameters": lambda self: [0]})(), torch.ones(place + 1)
-            )
+        times, go = BucketTimes({}, dist.group.WORLD), threading.Event()
+        times._lane.submit(go.wait)
+        futures = []
+        for place, sent in enumerate(sums):
+            bucket = type("Bucket", (), {"parameters": lambda self, place=place: [place]})()
+            reduction = times.reduction(bucket, sent)
+            future = times.sum(reduction, sent)
             times.begin(reduction, last=place == 3)
-            wait.append(reduction)
-        for reduction in wait:
-            times.end(reduction)
+            futures.append(future.then(lambda done, reduction=reduction: times.end(reduction)))
+        futures[1].wait()
+        went = time.perf_counter_ns()
+        go.set()
+        torch.futures.wait_all(futures)
         *spans, tail = sorted(times.take(), key=lambda span: span.exposed)
-        assert [span.bytes for span in spans] == [4, 8, 12, 16]
-        assert [span.start == span.ready for span in spans] == [True, False, False, False]
-        assert [span.start for span in spans[1:]] == [span.end for span in spans[:-1]]
-        assert (tail.start, tail.end) == (spans[-1].ready, spans[-1].end)
+    sparse, *dense = spans
+    assert sparse.start == sparse.ready
+    assert [span.bytes for span in dense] == [4, 8, 12]
+    assert dense[0].start > went > dense[-1].ready
+    assert all(after.start >= before.end for before, after in itertools.pairwise(dense))
+    assert (tail.start, tail.end) == (dense[-1].ready, dense[-1].end)
 
 
 def test_what_overflows_on_the_wire_reaches_the_scaler():

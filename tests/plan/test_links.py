@@ -1,8 +1,11 @@
 """Times of collectives, against the formulas written out and against real ones."""
 
+from unittest import mock
+
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
+from overlapkit.parallel import exchange
 from overlapkit.plan.links import OPS, Fabric, LinkTable, Wire
 from overlapkit.plan.probing import probe_link
 from tests.ranks import one_rank_group, run_ranks
@@ -88,8 +91,10 @@ def test_a_table_with_a_hole_is_refused(rows: dict, words: str) -> None:
 
 def test_a_probe_gives_all_ranks_one_table_of_what_they_measured() -> None:
     def probe(rank: int) -> tuple[str, str]:
-        mesh = init_device_mesh("cpu", (2,))
-        first = probe_link(mesh, sizes=(1001, 4096, 1 << 16), repeats=2)
+        mesh, ours = init_device_mesh("cpu", (2,)), mock.Mock(wraps=exchange.all_reduce)
+        with mock.patch.object(exchange, "all_reduce", ours):
+            first = probe_link(mesh, sizes=(1001, 4096, 1 << 16), repeats=2)
+        assert ours.call_count == 3 * 3, "what `replicate` does is timed"
         capped = probe_link(sizes=(16, 32, 64, 128), repeats=1, seconds=0.0)
         return first.to_json(), capped.to_json()
 

@@ -6,17 +6,17 @@ broadcast, at the speed of memory; beyond, ranks begin at different places, so t
 """
 
 import contextlib
-import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
+from overlapkit.checkpoint.blocks import Block, batches, bytes_of, covering, slabs, stretch, whole_rows
 from overlapkit.checkpoint.box import Box, tiles
 from overlapkit.checkpoint.catalog import Chunk, DataFile, Saved, Wanted
 from overlapkit.checkpoint.errors import DamagedCheckpoint
@@ -25,34 +25,8 @@ from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.checkpoint.turns import many_at_once, take_turns
 from overlapkit.lane import Lane
 
-_AT_ONCE = 16 << 20  # bytes that one read takes
-_BUFFERS = 512  # and the buffers that it fills; IOV_MAX is 1024
 _AHEAD = 256 << 20  # bytes that are asked for before they are read
 _FILES = 64  # that a thread has open: thousands of ranks may have written one tensor
-
-
-class _Block(NamedTuple):
-    """One block on its way into memory: `into`, or memory of its own that `then` is called with."""
-
-    chunk: Chunk
-    name: str
-    at: int
-    nbytes: int
-    into: memoryview | None
-    then: Callable[[memoryview], None] | None = None
-
-    @property
-    def offset(self) -> int:
-        """Where it is in its file."""
-        return self.chunk.start + self.at
-
-    def check(self, view: memoryview) -> None:
-        chunk = self.chunk
-        if HASHES[chunk.hash](view) != chunk.sums[self.at // chunk.block]:
-            where = f"bytes {self.offset} to {self.offset + self.nbytes}"
-            raise DamagedCheckpoint(f"{chunk.path}: tensor {self.name!r}, {where}: the checksum differs")
-        if self.then is not None:
-            self.then(view)
 
 
 class Reader:
@@ -92,7 +66,7 @@ class Reader:
 
     def jobs(self, targets: Iterable[tuple[torch.Tensor, Box, Saved]]) -> list[Callable[[], None]]:
         """What fills many boxes, piece by piece, in the order of the files; see `fill`."""
-        blocks: list[_Block] = []
+        blocks: list[Block] = []
         cuts: list[tuple[str, int, Callable[[], None]]] = []
         for target, box, saved in targets:
             found: list[Box] = []
@@ -102,9 +76,9 @@ class Reader:
                     continue
                 found.append(both)
                 if both.shape[1:] == box.shape[1:] == chunk.box.shape[1:]:
-                    blocks += _rows(chunk, target, box, both, saved)
+                    blocks += whole_rows(chunk, target, box, both, saved)
                 else:
-                    for slab in _slabs(chunk, both):
+                    for slab in slabs(chunk, both):
                         cut = partial(self._cut, chunk, target, box, slab, saved)
                         cuts.append((str(chunk.path), chunk.start, cut))
             if not tiles(found, box):
@@ -113,7 +87,7 @@ class Reader:
                 )
                 raise DamagedCheckpoint(f"{saved.name!r}: {parts} are in the files, or some twice")
         cuts.sort(key=lambda cut: cut[:2])
-        return [partial(self._read, batch) for batch in _batches(blocks)] + [job for _, _, job in cuts]
+        return [partial(self._read, batch) for batch in batches(blocks)] + [job for _, _, job in cuts]
 
     def check(self, saved: Saved) -> None:
         """Read every byte of a tensor against its checksums.
@@ -122,7 +96,7 @@ class Reader:
             DamagedCheckpoint: One differs.
         """
         for chunk in saved.chunks:
-            for block in _blocks(chunk, 0, chunk.nbytes, saved.name):
+            for block in covering(chunk, 0, chunk.nbytes, saved.name):
                 self._read([block])
 
     def check_header(self, file: DataFile) -> None:
@@ -136,7 +110,7 @@ class Reader:
         if HASHES[file.hash](header) != file.header_sum:
             raise DamagedCheckpoint(f"{file.path}: the checksum of its header differs from the part's")
 
-    def _read(self, blocks: Sequence[_Block]) -> None:
+    def _read(self, blocks: Sequence[Block]) -> None:
         """Read blocks that lie one after the other, and check them."""
         views = [memoryview(bytearray(b.nbytes)) if b.into is None else b.into for b in blocks]
         path = blocks[0].chunk.path
@@ -146,10 +120,10 @@ class Reader:
 
     def _cut(self, chunk: Chunk, target: torch.Tensor, box: Box, both: Box, saved: Saved) -> None:
         """Read some columns: their rows are read whole, into memory of their own."""
-        first, length = _stretch(chunk.box, both, saved)
-        blocks = list(_blocks(chunk, first, first + length, saved.name))
+        first, length = stretch(chunk.box, both, saved)
+        blocks = list(covering(chunk, first, first + length, saved.name))
         memory = torch.empty(sum(block.nbytes for block in blocks), dtype=torch.uint8, device="cpu")
-        view, start = _bytes_of(memory), blocks[0].at
+        view, start = bytes_of(memory), blocks[0].at
         self._read([b._replace(into=view[b.at - start : b.at - start + b.nbytes]) for b in blocks])
         rows = memory[first - start : first - start + length].view(saved.dtype)
         columns = both.inside(chunk.box)[1:]
@@ -173,72 +147,6 @@ class Reader:
                 raise DamagedCheckpoint(f"{path}: cannot be opened ({error.strerror})") from error
         mine[path] = fd
         return fd
-
-
-def _rows(chunk: Chunk, target: torch.Tensor, box: Box, both: Box, saved: Saved) -> Iterator[_Block]:
-    """Whole rows, which are one stretch of the chunk and one of the target: blocks go right there."""
-    memory = _bytes_of(target)
-    if chunk.box == box:
-        for at in range(0, chunk.nbytes, chunk.block):
-            nbytes = min(chunk.block, chunk.nbytes - at)
-            yield _Block(chunk, saved.name, at, nbytes, memory[at : at + nbytes])
-        return
-    first, length = _stretch(chunk.box, both, saved)
-    shift = _stretch(box, both, saved)[0] - first  # from a place in the chunk to that in the target
-    for block in _blocks(chunk, first, first + length, saved.name):
-        a, b = max(first, block.at), min(first + length, block.at + block.nbytes)
-        there = memory[a + shift : b + shift]
-        if b - a == block.nbytes:
-            yield block._replace(into=there)
-        else:  # the others' rows are in it, too
-
-            def copy(view: memoryview, there: memoryview = there, skip: int = a - block.at) -> None:
-                there[:] = view[skip : skip + there.nbytes]
-
-            yield block._replace(then=copy)
-
-
-def _slabs(chunk: Chunk, both: Box) -> Iterator[Box]:
-    """A box in parts of a few rows, so that the memory which these are read into stays small."""
-    rows = max(1, _AT_ONCE * chunk.box.shape[0] // chunk.nbytes)
-    for start in range(0, both.shape[0], rows):
-        offset = (both.offset[0] + start, *both.offset[1:])
-        yield Box(offset, (min(rows, both.shape[0] - start), *both.shape[1:]))
-
-
-def _batches(blocks: list[_Block]) -> list[list[_Block]]:
-    """Blocks that lie one after the other in a file, as far as one read takes them."""
-    batches: list[list[_Block]] = []
-    nbytes = 0
-    end = "", 0
-    for block in sorted(blocks, key=lambda block: (str(block.chunk.path), block.offset)):
-        place = str(block.chunk.path), block.offset
-        if place == end and nbytes + block.nbytes <= _AT_ONCE and len(batches[-1]) < _BUFFERS:
-            batches[-1].append(block)
-            nbytes += block.nbytes
-        else:
-            batches.append([block])
-            nbytes = block.nbytes
-        end = place[0], block.offset + block.nbytes
-    return batches
-
-
-def _stretch(outer: Box, inner: Box, saved: Saved) -> tuple[int, int]:
-    """The bytes, from and how many, of the rows of `inner` in the rows of `outer`."""
-    if not outer.shape:
-        return 0, saved.dtype.itemsize
-    row = math.prod(outer.shape[1:]) * saved.dtype.itemsize
-    return (inner.offset[0] - outer.offset[0]) * row, inner.shape[0] * row
-
-
-def _blocks(chunk: Chunk, start: int, stop: int, name: str) -> Iterator[_Block]:
-    """The blocks that hold these bytes of a chunk."""
-    for at in range(start // chunk.block * chunk.block, stop, chunk.block):
-        yield _Block(chunk, name, at, min(chunk.block, chunk.nbytes - at), None)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def _read_all(fd: int, views: list[memoryview], offset: int, path: Path) -> None:

@@ -14,7 +14,7 @@ from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.fileplan import FilePlan, Views
 from overlapkit.checkpoint.planner import Share
 from overlapkit.lane import Lane, Ticket
-from overlapkit.optimizer_step import at_update, closure_comes_first
+from overlapkit.optimizer_step import before_update
 from overlapkit.pinned import PinnedBuffer, PinnedRing
 from overlapkit.span import SpanLog
 
@@ -292,12 +292,8 @@ def _pre_hook(stager: "weakref.ref[Stager]") -> Callable[..., Any]:
     """A step pre-hook that does not keep a forgotten checkpointer alive."""
 
     def order_after_staging(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if (alive := stager()) is None:
-            return None
-        if closure_comes_first(optimizer):
-            return at_update(args, kwargs, alive.before_step)
-        alive.before_step()
-        return None
+        alive = stager()
+        return None if alive is None else before_update(args, kwargs, alive.before_step)
 
     # What torch.compiler.disable sets, without importing the compiler: a compiled step() breaks here.
     order_after_staging._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import tempfile
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -140,7 +141,9 @@ def _start(step: int, device: torch.device) -> tuple[Any, Any]:
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities)
-    profiler.start()
+    with warnings.catch_warnings():  # torch 2.11 and 2.12: that it forgets cycles, of which there is one
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+        profiler.start()
     mark = torch.profiler.record_function(f"ProfilerStep#{step}")
     mark.__enter__()
     return profiler, mark

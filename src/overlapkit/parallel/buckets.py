@@ -6,7 +6,6 @@ backward: with a sum that depends on the place in the bucket, a restarted job wo
 
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ class Reduction:
         parameters: Names of the bucket's parameters.
         bytes: What this rank sends.
         ready: When this rank had all its gradients, on the host.
-        start: When the backend began with it, on the host; None while it waits for those before it.
+        start: When it was begun with, on the host, where it had to wait for those before it.
     """
 
     parameters: tuple[str, ...]
@@ -67,8 +66,8 @@ class BucketTimes:
         self._log = SpanLog()
         self._lock = threading.Lock()
         self._running = 0
-        self._queued: deque[Reduction] = deque()
-        self._in_order = exchange.new_tags(group) if exchange.direct(group) else None
+        self._direct = exchange.direct(group)
+        self._tags: tuple[int, int] | None = None  # from the first sum on: copies of one rank alone need none
         self._lane = Lane("all_reduce")
         self._tail: int | None = None
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
@@ -83,24 +82,18 @@ class BucketTimes:
         return Reduction(names, _nbytes(sent), time.perf_counter_ns())
 
     def begin(self, reduction: Reduction, last: bool) -> None:
-        """A bucket went to the host's backend; `last` if backward has no other left."""
+        """The sum of a bucket on the host was begun; `last` if backward has no other left."""
         with self._lock:
-            if self._running == 0:
-                reduction.start = reduction.ready
-            else:
-                self._queued.append(reduction)
             self._running += 1
             if last:
                 self._tail = reduction.ready
 
     def end(self, reduction: Reduction) -> None:
-        """That bucket is done, or has failed. Called from the backend's threads."""
+        """That bucket is done, or has failed. Called in the thread that summed it."""
         with self._lock:
             now = time.perf_counter_ns()
             self._running -= 1
-            if self._queued:
-                self._queued.popleft().start = now
-            start = now if reduction.start is None else reduction.start
+            start = reduction.ready if reduction.start is None else reduction.start
             span = Span(LANE, reduction.name, start, now, reduction.bytes)
             span = span._replace(ready=reduction.ready, parameters=reduction.parameters)
             self._log.add(span._replace(group=self._group_name))
@@ -108,18 +101,21 @@ class BucketTimes:
                 self._log.add(Span(LANE, TAIL, self._tail, now, exposed=True))
                 self._tail = None
 
-    def sum(self, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
+    def sum(self, reduction: Reduction, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         """Begin to sum a bucket over the ranks, in place."""
-        if self._in_order is None or sent.is_cuda or sent.layout != torch.strided:
+        if not self._direct or sent.is_cuda or sent.layout != torch.strided:
             work: dist.Work = dist.all_reduce(sent, group=self.group, async_op=True)
             return work.get_future()
-        group, tags = self.group, self._in_order
+        if self._tags is None:
+            self._tags = exchange.new_tags(self.group)
+        group, tags = self.group, self._tags
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 
         def add_up() -> None:
+            reduction.start = time.perf_counter_ns()
             try:
                 exchange.all_reduce(sent, group, tags)
-            except BaseException as error:  # whatever it is, backward waits for the future
+            except Exception as error:  # whatever it is, backward waits for the future
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
             else:
                 future.set_result([sent])
@@ -177,7 +173,7 @@ def all_reduce(
     on_host = not sent.is_cuda
     times.backwards += last
     with times.roll.naming(what):
-        future = times.sum(sent)
+        future = times.sum(reduction, sent)
     if on_host:
         times.begin(reduction, last)
     elif future.done():  # NCCL's are done once queued; others finish on the host

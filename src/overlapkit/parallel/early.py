@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from overlapkit.optimizer_step import at_update, closure_comes_first
+from overlapkit.optimizer_step import before_update
 from overlapkit.parallel.traffic import in_backward
 
 
@@ -49,10 +49,7 @@ class EarlyUnshard:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             if (early := here()) is None or not early._changed_by(optimizer):
                 return None
-            if closure_comes_first(optimizer):  # and uses in its forward what was gathered
-                return at_update(args, kwargs, early.discard)
-            early.discard()
-            return None
+            return before_update(args, kwargs, early.discard)  # a closure's forward uses what was gathered
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (early := here()) is not None and early._changed_by(optimizer) and not in_backward():

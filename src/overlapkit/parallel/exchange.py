@@ -29,7 +29,7 @@ _taken: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDic
 def new_tags(group: dist.ProcessGroup) -> tuple[int, int]:
     """Two tags for a caller that begins its collectives in a thread of its own: no other one gets them.
 
-    Every rank of the group asks for them in the same order.
+    Every rank of the group asks for them as often, and in the same order.
     """
     taken = _taken[group] = _taken.get(group, 0) + 2
     return 0x10000 - taken, 0x10001 - taken  # from above: units of sharded models count from below

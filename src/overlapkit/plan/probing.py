@@ -22,8 +22,6 @@ SIZES = tuple(4**power for power in range(6, 14))
 
 _COPY = "copy"
 
-_TAG = 0xFFFF  # far from those of a sharded model's units
-
 
 def probe_link(
     mesh: "DeviceMesh | dist.ProcessGroup | None" = None,
@@ -84,6 +82,7 @@ class _Probe:
         self._repeats = repeats
         on_gpu = "nccl" in str(dist.get_backend(group))
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._tags = None if on_gpu else exchange.new_tags(group)
 
     def run(self, sizes: Sequence[int], seconds: float) -> LinkTable:
         begin = time.perf_counter()
@@ -118,9 +117,13 @@ class _Probe:
             "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
         }
-        if self._device.type == "cpu" and exchange.direct(group):  # what `shard` does there
-            collectives["all_gather"] = lambda: exchange.gather(torch.empty_like(whole), part, group, _TAG)()
-            collectives["reduce_scatter"] = lambda: exchange.reduce(part, whole, group, _TAG, average=True)()
+        tags = self._tags
+        if tags is not None and exchange.direct(group):  # what `shard` and `replicate` do there
+            collectives = {
+                "all_gather": lambda: exchange.gather(torch.empty_like(whole), part, group, tags[0])(),
+                "reduce_scatter": lambda: exchange.reduce(part, whole, group, tags[1], average=True)(),
+                "all_reduce": lambda: exchange.all_reduce(whole, group, tags),
+            }
         return collectives
 
     def _time(self, collective: Callable[[], Any]) -> float:

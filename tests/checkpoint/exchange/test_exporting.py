@@ -276,7 +276,7 @@ for _name in ("create", "write", "sync", "sync_folder", "rename"):
 
 def test_a_failure_anywhere_leaves_nothing(tmp_path, model, run, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr("overlapkit.checkpoint.exchange.exporting.Disk", Failing)
+    monkeypatch.setattr("overlapkit.checkpoint.exchange.export_places.Disk", Failing)
     for at in range(1, 100):
         Failing.left = at
         try:

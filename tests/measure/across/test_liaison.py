@@ -13,6 +13,7 @@ import torch.distributed as dist
 from overlapkit.measure.across import at_exit
 from overlapkit.measure.across import liaison as module
 from overlapkit.measure.across.handed import LIMIT_BYTES
+from overlapkit.measure.across.judge import sum_up
 from overlapkit.measure.across.liaison import WINDOW, Liaison, window_end
 from overlapkit.measure.across.ranks import Ranks
 from tests.measure.across.steps import FakeLedger, FakeQuorum, record, trace
@@ -84,6 +85,26 @@ def test_all_ranks_get_the_same_verdict_and_nothing_is_lost_at_close(store):
     assert (verdicts[0].first_step, verdicts[0].last_step, verdicts[0].steps) == (1, 46, 46)
     assert [(late.rank, late.steps, late.phase) for late in verdicts[0].late] == [(1, 43, "backward")]
     assert all(one.quorum.left for one in ranks)
+
+
+def test_a_verdict_that_is_being_made_is_waited_for(store, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(*args):
+        begun.set()
+        go.wait(20)
+        return sum_up(*args)
+
+    monkeypatch.setattr(module, "sum_up", slow)
+    ranks = [Rank(rank, 2, store) for rank in range(2)]
+    for one in ranks:
+        one.train(5)
+    begun.wait(20)
+    release = threading.Timer(0.2, go.set)
+    release.start()
+    assert [one.liaison.latest(patience=20.0).steps for one in ranks] == [4, 4]
+    release.join()
+    close_all(ranks)
 
 
 def test_windows_are_small_and_their_keys_do_not_pile_up(store):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint.errors import DamagedCheckpoint
-from overlapkit.checkpoint.exchange.exporting import INDEX, SINGLE
+from overlapkit.checkpoint.exchange.export_files import INDEX, SINGLE
 from overlapkit.checkpoint.exchange.safetensors_file import Stored, read_header
 
 _LONGEST = 100_000_000  # bytes of an index

@@ -185,12 +185,14 @@ def forward_and_gradient_(
     n_rows, n_cols = logits.shape
     loss, lse = (logits.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
     w, weight_sum = class_weights(logits, weight, options.label_smoothing, n_cols)
-    widest = 8192 if options.softcap or options.label_smoothing else 32_768  # those need registers, too
+    needy = bool(options.softcap or options.label_smoothing)  # those need registers, too
+    widest = 8192 if needy else 32_768
     if n_cols > widest:
         block = Tile(1, min(widest, 16_384), 32)
     else:
         block = tile(n_rows, n_cols, elements=4096, whole_rows=True)
         block = block._replace(warps=max(block.warps, block.cols // 1024))
+    one_pass = block.cols >= n_cols
     _in_place.launch(
         -(-n_rows // block.rows),
         logits,
@@ -206,8 +208,9 @@ def forward_and_gradient_(
         n_cols,
         *options.numbers,
         warps=block.warps,
+        resident=needy and (block.rows > 1 or not one_pass),
         HAS_SCALE=scale is not None,
-        ONE_PASS=block.cols >= n_cols,
+        ONE_PASS=one_pass,
         **constants(weight, options, block),
     )
     return loss, lse

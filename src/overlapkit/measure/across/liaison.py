@@ -128,6 +128,7 @@ class _Desk:
         self._last = False  # rank 0 has judged its last one
         self._pending: deque[tuple[int, Handed, float]] = deque()  # rank 0: windows to judge
         self._judged: deque[JudgedWindow] = deque(maxlen=_WINDOWS)
+        self._newest = -1  # rank 0: the window that was judged last
         self._name = quorum.name  # now: every rank makes its meters in the same order
 
     def forget(self) -> None:
@@ -264,11 +265,11 @@ class _Desk:
             store.delete_key(key)  # the one before: what came too late for it
         handed = {rank: one for rank, one in handed.items() if len(one.steps)}
         self._judged.append(judge(handed, self._quorum.world, self._local))
-        self.known = number
+        self._newest = number
 
     def _publish(self) -> None:
         if self._judged:
-            self._tell(sum_up(list(self._judged), self._quorum.world, self._unseen))
+            self._tell(self._newest, sum_up(list(self._judged), self._quorum.world, self._unseen))
         said = {"window": self.known, "last": self._last, "ranks": self.verdict and self.verdict.to_dict()}
         self._quorum.store.set(f"{self._name}/verdict", json.dumps(said))
 
@@ -278,10 +279,9 @@ class _Desk:
             said: dict[str, Any] = json.loads(self._quorum.store.get(key))
             self._last = said["last"]
             if said["window"] > self.known:
-                self.known = said["window"]
-                self._tell(Ranks.from_dict(said["ranks"]))
+                self._tell(said["window"], Ranks.from_dict(said["ranks"]))
 
-    def _tell(self, ranks: Ranks) -> None:
-        with self.news:
-            self.verdict = ranks
+    def _tell(self, window: int, ranks: Ranks) -> None:
+        with self.news:  # both at once: who asks in between would take the verdict before it for this one
+            self.known, self.verdict = window, ranks
             self.news.notify_all()
