@@ -150,9 +150,6 @@ class Checkpointer(Shelf, Preemptible):
         self._planner = Planner(self._quorum.rank, late=stage == "late")
         self._stager = Stager(in_flight, self._log)
         self._unfinished, self._unsent = Unfinished(self._log), Unfinished(self._log)
-        if self._uploads is not None and opened["earlier"]:
-            sent = self._uploads.submit_earlier(self._earlier)
-            self._unsent.add(Save(0, not_due(0).staged, sent))
         self._restorer = Restorer(self._tiers.places, self._best, self._quorum, self._stager, self._helper)
         job = partial(self._tiers.job, self._uploads)
         self._saver = Saver(
@@ -162,6 +159,10 @@ class Checkpointer(Shelf, Preemptible):
         self._closing = self._closed = False
         self._unseen: list[BaseException] = []
         self._stay_open = close_at_exit(self, self._tiers.root)
+        if self._uploads is not None and opened["earlier"]:
+            sent = self._uploads.submit_earlier(self._earlier)
+            self._unsent.add(Save(0, not_due(0).staged, sent))
+        del self._earlier  # the manifests of all that is there
 
     def save(
         self,
@@ -282,9 +283,9 @@ class Checkpointer(Shelf, Preemptible):
         return self._log.take()
 
     def close(self) -> None:
-        """Finish all saves and uploads, free the memory, take the hooks out of the optimizers.
+        """Finish all saves and their uploads, free the memory, take the hooks out of the optimizers.
 
-        Safe to call twice.
+        What earlier runs have left to upload is finished where it has begun, or stays for ever. Safe to call twice.
         When it is interrupted, no more saves can begin, and the next call goes on with it. At the exit of
         the interpreter, whatever is still open is closed.
 
@@ -296,6 +297,8 @@ class Checkpointer(Shelf, Preemptible):
         self._closing = True
         if self._preemption is not None:
             self._preemption.retire()
+        if self._uploads is not None:
+            self._uploads.give_up_earlier()
         self._unfinished.settle()
         self._unsent.settle()
         self._unseen += self._unfinished.unseen() + self._unsent.unseen()

@@ -11,6 +11,7 @@ import torch
 
 from overlapkit.checkpoint import Checkpointer, RankFailed, StoreError
 from overlapkit.checkpoint.commit import RunLock
+from overlapkit.checkpoint.remote import upload
 from overlapkit.checkpoint.remote.folder import FolderStore
 from overlapkit.checkpoint.remote.store import Store
 from tests.checkpoint.faults import in_child, kill, read_value, value_state
@@ -25,6 +26,12 @@ def fill(directory, steps, *, metrics=None, world_value=None):
             value = step if world_value is None else world_value
             loss = metrics and {"val_loss": metrics[step]}
             checkpointer.save(step, value_state(value), metrics=loss, block=True)
+
+
+def bring(url, local, **options):
+    """A run that does nothing but upload what is there."""
+    with Checkpointer(url, local=local, **options) as checkpointer:
+        checkpointer.wait()
 
 
 def committed(fault):
@@ -72,11 +79,12 @@ def test_what_a_killed_run_had_not_uploaded_the_next_one_uploads(tmp_path, at, s
     assert sum(len(files) for _, _, files in os.walk(far)) == sent
     with Checkpointer(far, local=local) as checkpointer:
         assert checkpointer.latest() == 2
+        checkpointer.wait()
     assert {step: len(saves) for step, saves in saves_in(far).items()} == {"step-1": 1, "step-2": 1}
     assert read_value(far) == (2, 2)  # and both are sound
 
 
-def test_they_go_up_in_order_and_what_retention_would_delete_does_not(tmp_path):
+def test_the_newest_goes_up_first_and_what_retention_would_delete_does_not(tmp_path):
     losses = {1: 0.1, 2: 0.9, 3: 0.9, 4: 0.9, 5: 0.9, 6: 0.9}
     fill(tmp_path, losses, metrics=losses)
     fill(URL, [6], metrics=losses)
@@ -85,7 +93,7 @@ def test_they_go_up_in_order_and_what_retention_would_delete_does_not(tmp_path):
         with Checkpointer(URL, local=tmp_path, **options) as checkpointer:
             checkpointer.wait()
             assert checkpointer.steps() == [1, 2, 3, 4, 5, 6]
-    assert committed(fault) == [1, 3, 5]  # 6 is there; the best, a third one, the newest
+    assert committed(fault) == [5, 3, 1]  # 6 is there; the newest, a third one, the best
     with Checkpointer(URL) as checkpointer:
         assert checkpointer.steps() == [1, 3, 5, 6]
     for step in (1, 3, 5):
@@ -106,7 +114,22 @@ def test_training_does_not_wait_and_a_save_takes_the_place_of_what_waits(tmp_pat
         assert not save.uploaded.done()
         fault.gate.release(1000)
         checkpointer.close()
-    assert committed(fault) == [2, 3, 9]  # 4 has waited; so has 3, which stays for ever
+    assert committed(fault) == [4, 3, 9]  # 2 has waited; so has 3, which stays for ever
+
+
+def test_close_finishes_the_upload_that_runs_and_what_stays(tmp_path):
+    fill(tmp_path, [1, 2, 3])
+    with faulty(Fault(only=writes)) as fault:
+        fault.gate = threading.Semaphore(0)
+        checkpointer = Checkpointer(URL, local=tmp_path, keep=3, keep_every=2)
+        while not fault.calls:
+            time.sleep(0.001)
+        uploads, real = checkpointer._uploads, checkpointer._uploads.give_up_earlier
+        uploads.give_up_earlier = lambda: (real(), fault.gate.release(1000))
+        checkpointer.close()
+    assert committed(fault) == [3, 2]
+    bring(URL, tmp_path)
+    assert read_value(URL, 1) == (1, 1)
 
 
 def test_a_run_that_lives_uploads_its_own(tmp_path):
@@ -116,8 +139,7 @@ def test_a_run_that_lives_uploads_its_own(tmp_path):
         checkpointer.save(2, value_state(2))
     assert names() == ["step-2/manifest.json", "step-2/rank-00000.json", "step-2/rank-00000.safetensors"]
     lock.release()
-    with Checkpointer(URL, local=tmp_path) as checkpointer:
-        checkpointer.wait()
+    bring(URL, tmp_path)
     assert read_value(URL, 1) == (1, 1)
 
 
@@ -128,7 +150,7 @@ def test_what_is_damaged_is_not_uploaded_and_the_others_are(tmp_path):
     data[-3] ^= 1
     file.write_bytes(data)
     with pytest.warns(UserWarning, match="step-2 is damaged and is not uploaded: .*rank-00000.safetensors"):
-        Checkpointer(URL, local=tmp_path).close()
+        bring(URL, tmp_path)
     with Checkpointer(URL) as checkpointer:
         assert checkpointer.steps() == [1, 3]
 
@@ -140,14 +162,16 @@ def test_what_is_deleted_while_it_waits_is_not_missed(tmp_path):
         checkpointer = Checkpointer(URL, local=tmp_path)
         while not fault.calls:
             time.sleep(0.001)
-        shutil.rmtree(tmp_path / "step-2")
+        shutil.rmtree(tmp_path / "step-1")
         fault.gate.release(1000)
+        checkpointer.wait()
         checkpointer.close()
-    assert read_value(URL) == (1, 1)
+    with Checkpointer(URL) as checkpointer:
+        assert checkpointer.steps() == [2]
 
 
 def test_what_is_saved_anew_while_it_waits_goes_up_once(tmp_path):
-    fill(tmp_path, [1, 3])
+    fill(tmp_path, [3, 4])
     with faulty(Fault(only=writes)) as fault:
         fault.gate = threading.Semaphore(0)
         checkpointer = Checkpointer(URL, local=tmp_path, keep=5, keep_every=3)
@@ -156,8 +180,8 @@ def test_what_is_saved_anew_while_it_waits_goes_up_once(tmp_path):
         checkpointer.save(3, value_state(33), block=True)
         fault.gate.release(1000)
         checkpointer.close()
-    assert committed(fault) == [1, 3]
-    assert read_value(URL) == (3, 33)
+    assert committed(fault) == [4, 3]
+    assert read_value(URL, 3) == (3, 33)
 
 
 @pytest.mark.parametrize("later", ["local", "far"])
@@ -168,7 +192,7 @@ def test_of_one_step_the_save_that_came_later_counts(tmp_path, later):
     manifest = tmp_path / "step-1" / "manifest.json"
     os.utime(manifest, (time.time() + hour,) * 2)
     before = objects()
-    Checkpointer(URL, local=tmp_path).close()
+    bring(URL, tmp_path)
     assert read_value(URL) == (1, 1 if later == "local" else 50)
     assert (objects() == before) == (later == "far")
     assert len(names()) == 3
@@ -176,16 +200,16 @@ def test_of_one_step_the_save_that_came_later_counts(tmp_path, later):
 
 def test_a_store_that_is_away_then_is_told_once_and_by_the_next_call(tmp_path):
     fill(tmp_path, [1, 2])
-    with faulty(Fault(0, only=lambda call, path: call == "put_file")):
+    with faulty(Fault(0, only=lambda call, path: call == "put_file")) as fault:
         checkpointer = Checkpointer(URL, local=tmp_path)
         checkpointer._unsent.settle()
-    with pytest.raises(StoreError, match="step-1/.* the store is away") as caught:
+    assert len(fault.calls) == 4  # for the one that was tried, all that it takes; for the other none
+    with pytest.raises(StoreError, match="step-2/.* the store is away"):
         checkpointer.save(3, value_state(3))
-    assert "step-2" in caught.value.__notes__[0]
     checkpointer.close()
     with Checkpointer(URL) as checkpointer:
         assert checkpointer.steps() == [3]
-    Checkpointer(URL, local=tmp_path).close()
+    bring(URL, tmp_path)
     with Checkpointer(URL) as checkpointer:
         assert checkpointer.steps() == [1, 2, 3]
 
@@ -215,7 +239,7 @@ def test_two_ranks_upload_what_three_have_saved(tmp_path, victim):
     def upload(rank):
         sent, real = [], FolderStore.put_file
         FolderStore.put_file = lambda self, source, name: (sent.append(name), real(self, source, name))
-        Checkpointer(far, local=local).close()
+        bring(far, local)
         return sorted({name[-25:].partition("rank-")[2][:5] for name in sent})
 
     def fail(rank):
@@ -241,3 +265,22 @@ def test_two_ranks_upload_what_three_have_saved(tmp_path, victim):
         return state["n"], state["t"].tolist()
 
     assert run_ranks(3, restore) == [(rank, [float(rank)] * 5) for rank in range(3)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_fails_on_one_rank_alone_ends_it_on_the_other_at_once(tmp_path, victim):
+    far, local = tmp_path / "far", tmp_path / "local"
+    fill(local, [1, 2, 3])
+
+    def run(rank):
+        if rank == victim:  # after the verdict on step 3, which has gone well
+            upload.Cargo.let_go = lambda self: 1 / 0
+            upload.Cargo.__del__ = lambda self: None
+        checkpointer = Checkpointer(far, local=local)  # a wait of an hour, were nothing told
+        with pytest.raises(ZeroDivisionError if rank == victim else RankFailed, match="division by zero"):
+            checkpointer.wait()
+        checkpointer.close()
+
+    run_ranks(2, run)
+    with Checkpointer(far) as checkpointer:
+        assert checkpointer.steps() == [3]

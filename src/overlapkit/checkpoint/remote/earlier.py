@@ -56,7 +56,7 @@ class Earlier:
         return cls(there)
 
     def pending(self, store: Store, policy: Policy) -> list[Pending]:
-        """What a store lacks of it and would not delete, in the order of the steps.
+        """What a store lacks of it and would not delete, the newest first.
 
         A step that the store has with other files is another save of it. The later of both counts, as ever;
         that is told by two clocks, of this machine and of the store.
@@ -81,7 +81,7 @@ class Earlier:
         every = policy.keep_every
         return [
             Pending(step, _content(manifest), step in best or (every is not None and step % every == 0))
-            for step, manifest in lacks.items()
+            for step, manifest in reversed(lacks.items())
             if step not in surplus
         ]
 

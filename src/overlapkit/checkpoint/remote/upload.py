@@ -87,8 +87,9 @@ class Uploads:
         * One upload runs at a time. A save that waits for its turn is given up when a later one is committed,
           unless it is one of `keep_every`'s, or the best so far by rank 0's metrics; where one rank has given
           it up, none uploads it.
-        * What earlier runs have committed and not uploaded comes first, in the order of the steps, and is
-          given up in the same way. It is opened when its turn comes: what is gone by then is not wanted.
+        * What earlier runs have committed and not uploaded comes first, the newest of it first. It is given
+          up in the same way, and by `close`: the next run will find it. It is opened when its turn comes:
+          what is gone by then is not wanted.
         * Nothing of a save is in memory; its files are held open while it is uploaded or waits.
 
     Args:
@@ -110,7 +111,7 @@ class Uploads:
         self._waiting: dict[int, Cargo] = {}  # by the save's number: what may be given up
         self._best: dict[int, dict[str, float]] = {}  # its metrics, by the save's number
         self._lock = threading.Lock()
-        self._superseded = False  # a save of this run is committed
+        self._only_what_stays = False  # of what earlier runs have left: the rest is given up
 
     def submit_earlier(self, earlier: Earlier) -> Ticket[Path | None]:
         """Upload what earlier runs have left; rank 0 says what. On all ranks, before any `submit`."""
@@ -135,13 +136,17 @@ class Uploads:
             number: The save's.
             metrics: Rank 0's, typed JSON.
         """
+        self.give_up_earlier()
         with self._lock:
-            self._superseded = True
             if self._policy.best is not None:
                 seen = self._best | {number: decode(metrics, str)}
                 self._best = {best: seen[best] for best in self._policy.best.ranked(seen)[:1]}
             for other in [other for other in self._waiting if other < number and other not in self._best]:
                 self._waiting.pop(other).let_go()
+
+    def give_up_earlier(self) -> None:
+        """What earlier runs have left and still waits is not worth the time, but for what stays."""
+        self._only_what_stays = True
 
     def close(self) -> None:
         """Wait until all is done."""
@@ -168,34 +173,27 @@ class Uploads:
             cargo.let_go()
 
     def _carry_out_earlier(self, earlier: Earlier) -> Path | None:
-        """One after the other; where one fails, all ranks know and go on with the next."""
+        """One after the other, until one fails: a store that is away would take its time for each."""
 
         def look(_: list[Report]) -> Report:
             return {"pending": earlier.pending(self._store, self._policy)}
 
-        errors: list[Exception] = []
-        for one in self._quorum.together("earlier", dict, look)["pending"]:
-            try:
-                self._bring(Pending(*one))
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"another upload failed, too: {other!r}")
-            raise errors[0]
+        for turn, one in enumerate(self._quorum.together("earlier", dict, look)["pending"]):
+            with self._quorum.telling(f"turn/earlier/{turn + 1}"):  # what fails on one rank alone
+                self._bring(f"turn/earlier/{turn}", Pending(*one))
         return None
 
-    def _bring(self, one: Pending) -> None:
+    def _bring(self, turn: str, one: Pending) -> None:
         cargo = Cargo()
         about: dict[str, Any] = {}
 
         def held() -> bool:
-            if one.stays or not self._superseded:
+            if one.stays or not self._only_what_stays:
                 about.update(take(cargo, self._local, one, self._quorum.rank, self._quorum.world))
             return bool(about)
 
         try:
-            if self._wanted(f"turn/earlier/{one.step}", held):
+            if self._wanted(turn, held):
                 self._upload(0, one.step, cargo, about)  # a number that no save of a run has
         finally:
             cargo.let_go()
