@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from overlapkit.checkpoint import Checkpointer, CheckpointError
+from overlapkit.checkpoint.commit import RunLock, runs
 from overlapkit.checkpoint.disk import Disk
 from tests.checkpoint.faults import Faulty, full_disk, in_child, kill, read_value, value_state
 from tests.ranks import run_ranks
@@ -214,6 +215,22 @@ def test_a_signal_while_the_directory_is_opened_leaves_no_lock(tmp_path, monkeyp
     with pytest.raises(SystemExit):
         Checkpointer(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_another_one_looks_at_while_it_begins_is_not_taken_for_dead(tmp_path, monkeypatch):
+    looks, real = [], fcntl.flock
+
+    def looked_at(fd, how):
+        if not looks:
+            looks.append(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))
+            real(looks[0], how)
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", looked_at)
+    lock = RunLock(tmp_path)
+    os.close(looks[0])
+    assert runs(tmp_path) == ({lock.run}, set())
+    lock.release()
 
 
 def test_what_only_looks_like_a_leftover_stays(tmp_path):

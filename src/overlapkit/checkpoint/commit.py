@@ -93,12 +93,11 @@ class RunLock:
             self._path = root / f".run-{self.run}.lock"
             try:
                 fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                with contextlib.suppress(OSError):  # no locks on this file system: then nothing is ever swept
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._path.exists():
+                if _locked(fd) and self._path.exists():
                     self._fd = fd
                 else:  # another run's sweep came between creating and locking it
                     os.close(fd)
+                    self._path.unlink(missing_ok=True)
             except BaseException:  # the handler of a signal has ended the program in between
                 with contextlib.suppress(OSError):
                     self._path.unlink()
@@ -132,6 +131,17 @@ class RunLock:
     def __del__(self) -> None:
         if getattr(self, "_fd", None) is not None:
             self.release()
+
+
+def _locked(fd: int) -> bool:
+    """Lock a run's own file; False where another run holds it just now, to see whether it is free."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks on this file system: then nothing is ever swept
+        pass
+    return True
 
 
 def sweep(disk: Disk, root: Path) -> None:

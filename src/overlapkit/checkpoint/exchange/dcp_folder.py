@@ -97,6 +97,7 @@ class DcpFolder:
         self._meta = _metadata(folder / METADATA)
         self._sizes = folder.store.sizes(folder.key) if isinstance(folder, StorePath) else None
         self._shards: dict[int, dict[Box, _Item]] = {}
+        self._last: tuple[Any, torch.Tensor] | None = None  # a shard, and whose
         self._alive: list[torch.Tensor] = []  # so that no other tensor gets one's id
         try:
             paths = self._meta.get("planner_data") or {}
@@ -133,8 +134,16 @@ class DcpFolder:
         made = torch.empty(box.shape, dtype=tensor.dtype, device="cpu")
         for shard, item in shards.items():
             if (both := shard.meet(box)) is not None:
-                made[both.inside(box)] = _load_shard(item, tensor, shard)[both.inside(shard)]
+                made[both.inside(box)] = self._whole(item, tensor, shard)[both.inside(shard)]
         return made
+
+    def _whole(self, item: _Item, tensor: torch.Tensor, shard: Box) -> torch.Tensor:
+        """A shard; it is read once where parts of it are wanted one after the other."""
+        key = id(tensor), shard
+        if self._last is None or self._last[0] != key:
+            self._last = None  # so that there are never two in memory
+            self._last = key, _load_shard(item, tensor, shard)
+        return self._last[1]
 
     def _leaf(self, name: str, path: str) -> Any:
         about, items = self._meta["state_dict_metadata"][name], self._items.get(name, {})

@@ -93,13 +93,13 @@ def import_checkpoint(
 
 
 def _open(source: Path) -> Source:
+    if is_file(source):  # asked first: some stores refuse to look for anything below a file
+        return TorchFile(source)
     if is_file(source / METADATA):
         return DcpFolder(source)
-    if not is_file(source) and source.is_dir():
+    if source.is_dir():
         raise ValueError(f"source={str(source)!r} is a folder without DCP's {METADATA}: give one that has it")
-    if not is_file(source):
-        raise FileNotFoundError(f"source={str(source)!r} does not exist, or is no file")
-    return TorchFile(source)
+    raise FileNotFoundError(f"source={str(source)!r} does not exist, or is no file")
 
 
 def _write_all(source: Source, foreign: Foreign, save: OneSave, step: int, progress: Progress | None) -> Path:
