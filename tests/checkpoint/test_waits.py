@@ -11,6 +11,7 @@ import torch
 
 from overlapkit.checkpoint import Checkpointer, stage
 from overlapkit.checkpoint.job import Job
+from overlapkit.checkpoint.remote.store import Store
 from overlapkit.checkpoint.save import Unfinished
 from overlapkit.lane import Lane
 from overlapkit.pinned import PinnedRing
@@ -20,7 +21,8 @@ from tests.checkpoint.remote.injected import URL, Fault, faulty, put_back
 
 
 @pytest.fixture(autouse=True)
-def _empty_store() -> Iterator[None]:
+def _empty_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Store, "pauses_s", (0.0, 0.0, 0.0))
     put_back({})
     yield
     put_back({})

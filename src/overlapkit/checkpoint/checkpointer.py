@@ -285,9 +285,9 @@ class Checkpointer(Shelf, Preemptible):
     def close(self) -> None:
         """Finish all saves and their uploads, free the memory, take the hooks out of the optimizers.
 
-        What earlier runs have left to upload is finished where it has begun, or stays for ever. Safe to call twice.
-        When it is interrupted, no more saves can begin, and the next call goes on with it. At the exit of
-        the interpreter, whatever is still open is closed.
+        Of what earlier runs have left to upload it waits for the one that has begun and for what stays for
+        ever. Safe to call twice. When it is interrupted, no more saves can begin, and the next call goes on
+        with it. At the exit of the interpreter, whatever is still open is closed.
 
         Raises:
             Exception: Whatever made a save fail, unless it was raised before.
