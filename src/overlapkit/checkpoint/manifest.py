@@ -99,13 +99,18 @@ def is_ours(folder: Path) -> bool:
 
 
 def manifest_bytes(
-    step: int, files: dict[str, dict[str, Any]], world: int, metrics: dict[str, Any], save: str = ""
+    step: int,
+    files: dict[str, dict[str, Any]],
+    world: int,
+    metrics: dict[str, Any],
+    save: str = "",
+    hash: str = ALGORITHM,
 ) -> bytes:
     """A manifest with its own checksum: crc32, so that version 1 can tell that it is sound."""
     inner: dict[str, Any] = {"step": step, "world": world, "files": files, "metrics": metrics}
     if save:
         inner["save"] = save
-    document = {"format": FORMAT, "version": VERSION, "hash": ALGORITHM, "checkpoint": inner}
+    document = {"format": FORMAT, "version": VERSION, "hash": hash, "checkpoint": inner}
     return json.dumps({"crc32": _checksum(document), **document}).encode()
 
 

@@ -135,6 +135,8 @@ def _joined(places: Iterator[Damage]) -> Iterator[Damage]:
 def _whole(path: Path, error: DamagedCheckpoint) -> Damage:
     """Damage that has no place in a tensor; an error's text begins with the file that it means."""
     named, _, what = str(error).partition(": ")
-    if isinstance(path, StorePath) or not what:
+    if not what:
         return Damage(path, str(error))
+    if isinstance(path, StorePath):
+        return Damage(StorePath(path.store, named.removeprefix(f"{path.store.url}/")), what)
     return Damage(Path(named), what)

@@ -9,13 +9,14 @@ import time
 import pytest
 import torch
 
-from overlapkit.checkpoint import Checkpointer, RankFailed, StoreError
+from overlapkit.checkpoint import Checkpointer, RankFailed, StoreError, verify
 from overlapkit.checkpoint.commit import RunLock
 from overlapkit.checkpoint.remote import upload
 from overlapkit.checkpoint.remote.folder import FolderStore
 from overlapkit.checkpoint.remote.store import Store
 from tests.checkpoint.faults import in_child, kill, read_value, value_state
 from tests.checkpoint.remote.injected import URL, Fault, Injected, faulty, names, objects
+from tests.checkpoint.test_damage import VERSION_1
 from tests.ranks import run_ranks
 
 
@@ -115,6 +116,13 @@ def test_training_does_not_wait_and_a_save_takes_the_place_of_what_waits(tmp_pat
         fault.gate.release(1000)
         checkpointer.close()
     assert committed(fault) == [4, 3, 9]  # 2 has waited; so has 3, which stays for ever
+
+
+def test_an_older_format_goes_up_as_it_is(tmp_path):
+    shutil.copytree(VERSION_1, tmp_path / "step-1")
+    bring(URL, tmp_path)
+    verify(f"{URL}/step-1")
+    assert read_value(URL) == (1, 3)
 
 
 def test_close_finishes_the_upload_that_runs_and_what_stays(tmp_path):

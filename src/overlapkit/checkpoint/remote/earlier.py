@@ -99,7 +99,7 @@ def take(cargo: _Hold, root: Path, one: Pending, rank: int, world: int) -> dict[
         world: How many ranks upload.
 
     Returns:
-        What the manifest says beside the files (world, metrics); nothing where the checkpoint is not there
+        What the manifest says beside the files (see `publish`); nothing where the checkpoint is not there
         any more, or is damaged (with a warning).
     """
     folder = root / step_name(one.step)
@@ -118,7 +118,8 @@ def take(cargo: _Hold, root: Path, one: Pending, rank: int, world: int) -> dict[
         damage = [place for writer in mine for place in damage_in_share(manifest, writer, count)]
         if damage:
             raise DamagedCheckpoint(str(damage[0]))
-        return {"world": manifest.world, "metrics": manifest.metrics} if _is(folder, fd) else {}
+        about = {"world": manifest.world, "metrics": manifest.metrics, "hash": manifest.hash}
+        return about if _is(folder, fd) else {}
     except (CheckpointError, FileNotFoundError) as error:
         if _is(folder, fd):  # else a save or retention has taken it away under this
             warnings.warn(f"{folder} is damaged and is not uploaded: {error}", stacklevel=1)

@@ -44,7 +44,7 @@ def publish(
         step: The step.
         save: The save's name.
         files: Of all ranks.
-        about: world and metrics, for the manifest.
+        about: world and metrics, for the manifest; and hash, where that is not what is written now.
 
     Raises:
         CheckpointError: An object is not what its rank wrote, and nothing is committed; or, as the message
@@ -57,7 +57,7 @@ def publish(
             where = f"{store.url}/{folder}/{save}/{name}"
             raise CheckpointError(f"{where}: {sizes.get(name)} bytes, where {file['bytes']} were written")
     replaced = _objects(store, step)
-    manifest = manifest_bytes(step, files, about["world"], about["metrics"], save)
+    manifest = manifest_bytes(step, files, save=save, **about)
     store.put(f"{folder}/{MANIFEST}", manifest, f"{folder}/{save}/{MANIFEST}")
     try:
         store.remove(replaced)
