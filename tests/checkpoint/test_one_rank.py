@@ -57,6 +57,7 @@ def test_what_one_rank_refuses(tmp_path, victim):
             Checkpointer(None if mine else tmp_path / "a")
 
         state = {**value_state(1), "picky": Picky(mine)}
+        no_hooks = {"optimizer": torch.optim.SGD.__new__(torch.optim.SGD)}
         with Checkpointer(tmp_path / "a", every=2) as checkpointer:
             for call, (step, metrics, more, error, text) in enumerate(
                 (
@@ -64,6 +65,7 @@ def test_what_one_rank_refuses(tmp_path, victim):
                     (2, {"loss": "low"}, {}, TypeError, "metrics"),
                     (2, None, {3: 4}, TypeError, "3"),
                     (2, None, {"odd": object()}, TypeError, "odd"),
+                    (2, None, no_hooks, TypeError, "no hooks"),
                 )
             ):
                 if mine:
@@ -83,6 +85,8 @@ def test_what_one_rank_refuses(tmp_path, victim):
             for options, text in (({"only": ("nothing",)}, "only"), ({"step": "best"}, "best")):
                 with refused(rank, victim, ValueError, text):
                     checkpointer.restore(state, **(options if mine else {}))
+            with refused(rank, victim, TypeError, "no hooks"):
+                checkpointer.restore(state | no_hooks if mine else state)
             with refused(rank, victim, RuntimeError, "not this one") as caught:
                 checkpointer.restore(state)
             assert "step-2 is in place, there in part" in caught.value.__notes__[0] or mine

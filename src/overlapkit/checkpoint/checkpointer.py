@@ -196,7 +196,7 @@ class Checkpointer(Shelf, Preemptible):
         with self._saver.telling(f"save/{self._calls}"):
             step, kept_metrics = check_step(step), check_metrics(metrics, self._best)
             check_state(state)
-        state = without_wrappers(state)
+            state = without_wrappers(state)
         leaving = self._preemption is not None and self._preemption.is_now(self._calls)
         if not self._every.enter(self._calls, step) and not leaving:
             self._unfinished.surface()
@@ -251,9 +251,9 @@ class Checkpointer(Shelf, Preemptible):
             check_state(state)
             check_only(only, state)
             check_which(step, self._best)
+            inner = without_wrappers(state)
         self._unfinished.settle()
         self._planner.forget()
-        inner = without_wrappers(state)
         with collector_paused():
             restored = self._restorer.restore(inner, step, only, strict)
             if only is None:
