@@ -106,7 +106,7 @@ class BucketTimes:
 
     def sum(self, reduction: Reduction, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         """Begin to sum a bucket over the ranks, in place. Errors: in the future, or `reduction.error`."""
-        if not self._direct or sent.is_cuda or sent.layout != torch.strided:
+        if not self._direct or sent.device.type != "cpu" or sent.layout != torch.strided:
             work: dist.Work = dist.all_reduce(sent, group=self.group, async_op=True)
             return work.get_future()
         if self._tags is None:
