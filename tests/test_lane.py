@@ -268,6 +268,20 @@ slow.submit(lambda: time.sleep(60))
     assert "lane 'slow' was still busy 0.1 s after the end" in out.stderr
 
 
+def test_exit_does_not_wait_for_work_that_ends_with_the_process() -> None:
+    program = """
+import time
+from overlapkit import lane
+lane.EXIT_PATIENCE_S = 1000
+slow = lane.Lane("slow", lasting=False)
+slow.submit(lambda: time.sleep(1000))
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert out.stderr == ""
+
+
 def test_an_idle_lane_keeps_nothing_alive() -> None:
     class Payload:
         pass

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapkit as ok
-from overlapkit.parallel import ShardPlan
+from overlapkit.parallel import ShardPlan, exchange
 from overlapkit.parallel.buckets import BucketTimes
 from tests.parallel.models import WIDTH, batch, gpt, half, loss_of, train, trained_alone, worst_error
 from tests.ranks import one_rank_group, run_ranks
@@ -256,6 +256,20 @@ def test_spans_say_when_a_bucket_was_ready_and_when_its_turn_came():
     assert dense[0].start > went > dense[-1].ready
     assert all(after.start >= before.end for before, after in itertools.pairwise(dense))
     assert (tail.start, tail.end) == (dense[-1].ready, dense[-1].end)
+
+
+def test_what_goes_wrong_in_the_lane_is_backwards_error(monkeypatch: pytest.MonkeyPatch):
+    """Whatever it is: backward waits for the sum. And exit waits for none."""
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no room for what others send")
+
+    with one_rank_group():
+        model = ok.replicate(gpt())
+        assert not model._times._lane.lasting
+        monkeypatch.setattr(exchange, "all_reduce", fail)
+        with pytest.raises(RuntimeError, match="MemoryError: no room for what others send"):
+            loss_of(model, batch(0)).backward()
 
 
 def test_what_overflows_on_the_wire_reaches_the_scaler():

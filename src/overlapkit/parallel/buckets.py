@@ -31,12 +31,14 @@ class Reduction:
         bytes: What this rank sends.
         ready: When this rank had all its gradients, on the host.
         start: When it was begun with, on the host, where it had to wait for those before it.
+        error: What went wrong with it in the lane. A future of torch would keep it, and all in its traceback.
     """
 
     parameters: tuple[str, ...]
     bytes: int
     ready: int
     start: int | None = None
+    error: BaseException | None = None
 
     @property
     def name(self) -> str:
@@ -68,7 +70,7 @@ class BucketTimes:
         self._running = 0
         self._direct = exchange.direct(group)
         self._tags: tuple[int, int] | None = None  # from the first sum on: copies of one rank alone need none
-        self._lane = Lane("all_reduce")
+        self._lane = Lane("all_reduce", lasting=False)
         self._tail: int | None = None
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
@@ -102,7 +104,7 @@ class BucketTimes:
                 self._tail = None
 
     def sum(self, reduction: Reduction, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
-        """Begin to sum a bucket over the ranks, in place."""
+        """Begin to sum a bucket over the ranks, in place. The future, or `reduction.error`, has what went wrong."""
         if not self._direct or sent.is_cuda or sent.layout != torch.strided:
             work: dist.Work = dist.all_reduce(sent, group=self.group, async_op=True)
             return work.get_future()
@@ -115,10 +117,9 @@ class BucketTimes:
             reduction.start = time.perf_counter_ns()
             try:
                 exchange.all_reduce(sent, group, tags)
-            except Exception as error:  # whatever it is, backward waits for the future
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
-            else:
-                future.set_result([sent])
+            except BaseException as error:  # whatever it is, backward waits for the future
+                reduction.error = error
+            future.set_result([sent])
 
         self._lane.submit(add_up)
         return future
@@ -183,6 +184,8 @@ def all_reduce(
         if on_host:
             times.end(reduction)
         with times.roll.naming(what):
+            if reduction.error is not None:
+                raise reduction.error
             (reduced,) = done.value()  # raises what the collective raised
         if reduced.dtype == buffer.dtype:
             return reduced
