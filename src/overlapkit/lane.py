@@ -178,6 +178,8 @@ def _work(inbox: "queue.SimpleQueue[Callable[[], None] | None]", threads: int) -
 
 EXIT_PATIENCE_S = 10.0
 """How long the interpreter's exit waits for each lane; whoever owns work that takes longer waits before."""
+EXIT_PATIENCE_BRIEF_S = 1.0
+"""The same where nothing is lost. Not 0: a thread that leaves C++ while Python ends can crash it."""
 
 _lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
 
@@ -188,8 +190,8 @@ def _finish_at_exit() -> None:
     for lane in list(_lanes):
         if lane._thread is not None and lane._inbox is not None and lane._pid == os.getpid():
             lane._inbox.put(None)
-            lane._thread.join(EXIT_PATIENCE_S)
-            if lane._thread.is_alive():
+            lane._thread.join(EXIT_PATIENCE_S if lane.lasting else EXIT_PATIENCE_BRIEF_S)
+            if lane._thread.is_alive() and lane.lasting:
                 warnings.warn(
                     f"lane {lane.name!r} was still busy {EXIT_PATIENCE_S:g} s after the end of the program: "
                     "its work is cut off; close what owns it",
@@ -215,6 +217,8 @@ class Lane:
         device: Where the work's tensors live. A CUDA device gives a CUDA lane, others a thread.
         kind: Overrides that choice.
         log: Where the lane records one span per piece of work that was given a name.
+        lasting: Whether its work is for more than this process: the interpreter's exit waits for it, and
+            says what it cut off. A collective is not, and may wait for a rank that never comes.
     """
 
     delay_s: float = 0.0
@@ -227,6 +231,7 @@ class Lane:
         *,
         kind: Kind | None = None,
         log: SpanLog | None = None,
+        lasting: bool = True,
     ) -> None:
         on_cuda = device is not None and device.type == "cuda"
         if kind not in (None, "cuda", "thread", "inline"):
@@ -236,6 +241,7 @@ class Lane:
         self.name = name
         self.kind: Kind = kind or ("cuda" if on_cuda else "thread")
         self.device = device
+        self.lasting = lasting
         self._log = log
         self._closed = False
         self._start_afresh()

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import gpu
 import gpu_parts
@@ -259,9 +260,12 @@ def test_a_whole_run_from_a_bare_checkout(tmp_path):
         (["--out", "{tmp}/out", "--budget", "0", "--allow-cpu"], "above 0"),
     ],
 )
-def test_wrong_usage_ends_with_2(tmp_path, words, says):
+def test_wrong_usage_ends_with_2(tmp_path, monkeypatch, capsys, words, says):
     (tmp_path / "file").write_text("")
-    done = _gpu(ROOT, *(word.format(tmp=tmp_path) for word in words), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert says in done.stderr
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *(word.format(tmp=tmp_path) for word in words)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapkit as ok
-from overlapkit.parallel import ShardPlan
+from overlapkit.parallel import ShardPlan, exchange
 from overlapkit.parallel.buckets import BucketTimes
 from tests.parallel.models import WIDTH, batch, gpt, half, loss_of, train, trained_alone, worst_error
 from tests.ranks import one_rank_group, run_ranks
@@ -256,6 +256,32 @@ def test_spans_say_when_a_bucket_was_ready_and_when_its_turn_came():
     assert dense[0].start > went > dense[-1].ready
     assert all(after.start >= before.end for before, after in itertools.pairwise(dense))
     assert (tail.start, tail.end) == (dense[-1].ready, dense[-1].end)
+
+
+def test_a_profilers_trace_has_each_bucket_though_the_lane_sums_it():
+    with one_rank_group():
+        model = ok.replicate(_Wide(), bucket_cap_mb=2)
+        for _ in range(2):  # buckets are rebuilt after the first
+            model.timings()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                model(torch.ones(1, 256)).sum().backward()
+        buckets = [span for span in model.timings() if not span.exposed]
+        noted = [event for event in profile.events() if event.name == "gloo:all_reduce"]
+    assert len(noted) == len(buckets) == 3
+
+
+def test_what_goes_wrong_in_the_lane_is_backwards_error(monkeypatch: pytest.MonkeyPatch):
+    """Whatever it is: backward waits for the sum. And exit waits for none."""
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no room for what others send")
+
+    with one_rank_group():
+        model = ok.replicate(gpt())
+        assert not model._times._lane.lasting
+        monkeypatch.setattr(exchange, "all_reduce", fail)
+        with pytest.raises(RuntimeError, match="MemoryError: no room for what others send"):
+            loss_of(model, batch(0)).backward()
 
 
 def test_what_overflows_on_the_wire_reaches_the_scaler():

@@ -40,7 +40,7 @@ class Traffic:
         self.last: object = None  # the reduce-scatter begun last, on a device
         self._begun = 0
         self._reductions = reductions
-        self._lanes = {kind: Lane(kind) for kind in ("all_gather", "reduce_scatter")}
+        self._lanes = {kind: Lane(kind, lasting=False) for kind in ("all_gather", "reduce_scatter")}
         self._late: deque[Pending] = deque()
         self._watches: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
