@@ -118,7 +118,7 @@ def faults(seed: int, setting: Setting, kinds: Sequence[str], quick: bool) -> It
     if quick:
         possible = [kind for kind in possible if (kind in _COLD) == (setting.launcher == "torchrun")]
         draw.shuffle(possible)
-        yield from (_fault(draw, kind, range(2, 8)) for kind in possible)
+        yield from (_fault(draw, kind, range(2, 6)) for kind in possible)
         return
     weights: list[Any] = [_OFTEN.get(kind, 1) * _SELDOM.get(kind, 1) for kind in possible]
     while True:

@@ -179,7 +179,7 @@ def _work(inbox: "queue.SimpleQueue[Callable[[], None] | None]", threads: int) -
 EXIT_PATIENCE_S = 10.0
 """How long the interpreter's exit waits for each lane; whoever owns work that takes longer waits before."""
 EXIT_PATIENCE_BRIEF_S = 1.0
-"""The same where nothing is lost: a thread that comes back from C++ while Python ends can crash it."""
+"""The same where nothing is lost. Not 0: a thread that leaves C++ while Python ends can crash it."""
 
 _lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
 

@@ -73,3 +73,13 @@ def test_only_a_future_that_is_done_once_it_is_queued_is_watched(
         monkeypatch.setattr(times, "reduction", lambda bucket, sent: Reduction(("w",), 8, 0))
         buckets.all_reduce(times, bucket)
     assert bool(watched) is queued
+
+
+def test_what_is_not_on_the_host_is_the_backends_to_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any device: a group may have gloo for the host beside another backend."""
+    times, asked = times_of(monkeypatch), mock.Mock()
+    monkeypatch.setattr(times, "_direct", True)
+    monkeypatch.setattr(buckets.dist, "all_reduce", asked)
+    sent = torch.ones(2, device="meta")
+    times.sum(Reduction(("w",), 8, 0), sent)
+    asked.assert_called_once_with(sent, group=times.group, async_op=True)

@@ -99,14 +99,18 @@ def test_a_reduction_adds_in_the_order_of_the_ranks_and_rounds_once(world: int):
                 assert torch.equal(output, (total / world if average else total).to(dtype))
 
 
-def test_an_all_reduce_of_any_length_is_the_sum_in_the_order_of_the_ranks():
-    """Shorter than there are ranks, and lengths that do not divide, too; of two callers at once."""
+@pytest.mark.parametrize(("world", "at_once"), [(2, 0), (3, 0), (4, 0), (4, 48)])
+def test_an_all_reduce_of_any_length_is_the_sum_in_the_order_of_the_ranks(
+    world: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Shorter than there are ranks, lengths that do not divide, sent whole or in parts; by two at once."""
+    monkeypatch.setattr(exchange, "_AT_ONCE", at_once)
     lengths = (1, 2, 3, 4, 5, 1001)
 
     def values(rank: int) -> list[torch.Tensor]:
         return [torch.randn(n, generator=torch.Generator().manual_seed(10 * rank + n)) for n in lengths]
 
-    truth = [sum(parts[1:], parts[0]) for parts in zip(*map(values, range(4)), strict=True)]
+    truth = [sum(parts[1:], parts[0]) for parts in zip(*map(values, range(world)), strict=True)]
 
     def job(rank: int) -> list[bool]:
         group = dist.group.WORLD
@@ -126,7 +130,7 @@ def test_an_all_reduce_of_any_length_is_the_sum_in_the_order_of_the_ranks():
         others.join()
         return [torch.equal(a, b) for caller in found for a, b in zip(caller, truth, strict=True)]
 
-    assert run_ranks(4, job) == [[True] * 2 * len(lengths)] * 4
+    assert run_ranks(world, job) == [[True] * 2 * len(lengths)] * world
 
 
 def test_collectives_of_two_tags_and_two_groups_do_not_mix():

@@ -258,6 +258,18 @@ def test_spans_say_when_a_bucket_was_ready_and_when_its_turn_came():
     assert (tail.start, tail.end) == (dense[-1].ready, dense[-1].end)
 
 
+def test_a_profilers_trace_has_each_bucket_though_the_lane_sums_it():
+    with one_rank_group():
+        model = ok.replicate(_Wide(), bucket_cap_mb=2)
+        for _ in range(2):  # buckets are rebuilt after the first
+            model.timings()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                model(torch.ones(1, 256)).sum().backward()
+        buckets = [span for span in model.timings() if not span.exposed]
+        noted = [event for event in profile.events() if event.name == "gloo:all_reduce"]
+    assert len(noted) == len(buckets) == 3
+
+
 def test_what_goes_wrong_in_the_lane_is_backwards_error(monkeypatch: pytest.MonkeyPatch):
     """Whatever it is: backward waits for the sum. And exit waits for none."""
 

@@ -14,6 +14,9 @@ import torch.distributed as dist
 _TAG = 0x6F6B0000
 """Far from the small numbers that programs give their own messages."""
 
+_AT_ONCE = 1 << 18
+"""Bytes that a rank sends at most to give all others the whole of a tensor: one journey instead of two."""
+
 Finish = Callable[[], None]
 """Waits, in any thread, until a collective that was begun is done; raises what went wrong with it."""
 
@@ -65,8 +68,41 @@ def reduce(
         tag: As for `gather`.
         average: Divide by the number of ranks.
     """
-    parts, rank, ranks = given.tensor_split(group.size()), group.rank(), group.size()
-    received = list(given.new_empty(ranks - 1, output.numel()))
+    return _add_up(output, given.tensor_split(group.size()), group, tag, average)
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, tags: tuple[int, int]) -> None:
+    """Sum `tensor` (n,) over the ranks in place, as `reduce` does; returns when it is done.
+
+    The values do not depend on where in a tensor they stand, as they do with a ring. Each rank sums its part
+    and gives it to the others; what is small, or two ranks', is sent whole, and each rank sums all of it.
+
+    Args:
+        tensor: Floating point, contiguous, on the host.
+        group: The ranks.
+        tags: Of `new_tags`.
+    """
+    ranks = group.size()
+    if ranks == 2 or (ranks - 1) * tensor.nbytes <= _AT_ONCE:
+        total = torch.empty_like(tensor)
+        _add_up(total, [tensor] * ranks, group, tags[0])()
+        tensor.copy_(total)
+        return
+    total = torch.empty_like(tensor.tensor_split(ranks)[group.rank()])
+    reduce(total, tensor, group, tags[0], average=False)()
+    gather(tensor, total, group, tags[1])()
+
+
+def _add_up(
+    output: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    tag: int,
+    average: bool = False,
+) -> Finish:
+    """Begin to send each rank its part, and to sum what all send to this one into `output`."""
+    rank, ranks = group.rank(), group.size()
+    received = list(output.new_empty(ranks - 1, output.numel()))
     received.insert(rank, parts[rank])
     messages = _Messages(group, tag, parts, received)
 
@@ -83,22 +119,6 @@ def reduce(
         messages.wait()
 
     return finish
-
-
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, tags: tuple[int, int]) -> None:
-    """Sum `tensor` (n,) over the ranks in place, as `reduce` does; returns when it is done.
-
-    The values do not depend on where in a tensor they stand, as they do with a ring.
-
-    Args:
-        tensor: Floating point, contiguous, on the host.
-        group: The ranks.
-        tags: Of `new_tags`.
-    """
-    mine = tensor.tensor_split(group.size())[group.rank()]
-    total = torch.empty_like(mine)
-    reduce(total, tensor, group, tags[0], average=False)()
-    gather(tensor, total, group, tags[1])()
 
 
 class _Messages:

@@ -373,6 +373,15 @@ def test_gloo_and_operators_of_a_host(tmp_path):
     assert answers(report)["copy overlapped"].value is None
 
 
+def test_a_thread_that_trains_computes_though_it_begins_sends(tmp_path):
+    made = HandTrace()
+    made.step(0, 0, 1000)
+    made.add("user_annotation", "gloo:recv", 100, 500)
+    made.add("cpu_op", "aten::linear", 200, 100)
+    lanes = lanes_us(explain(made.write(tmp_path / "t.json")))
+    assert (lanes["compute"], lanes["exposed_communication"]) == (100, 400)
+
+
 def test_the_wait_for_input_and_for_the_host(tmp_path):
     """From 100 to 300 nothing runs: 120 of it the host is in the DataLoader, the rest it is late itself."""
     made = HandTrace()

@@ -76,6 +76,7 @@ class Columns:
         self.work = Table(5)  # device work: kind, correlation, stream, device, place in `collectives`
         self.launches = Table(2)  # correlation, thread
         self.steps = Table(1)  # number
+        self.training: set[int] = set()  # threads that step
         self.backward = Table(1)  # thread
         self.optimizer = Table(1)  # thread
         self.input = Table(1)  # thread
@@ -155,6 +156,7 @@ class Columns:
             if step := _STEP.match(name):
                 self.steps.times.extend((ts, dur))
                 self.steps.numbers.append(int(step[1]))
+                self.training.add(self._number(event.tid))
         elif name.startswith("Optimizer.step#"):
             table = self.optimizer
         elif name.startswith("enumerate(DataLoader)"):

@@ -192,10 +192,14 @@ def _of_devices(columns: Columns, base: int, host: Host) -> list[Timeline]:
 
 
 def _of_host(columns: Columns, base: int, host: Host) -> list[Timeline]:
-    """Operators compute, gloo's spans communicate; what makes batches, or is on gloo's threads, does not."""
+    """Operators compute, gloo's spans communicate; what makes batches, or is on gloo's threads, does not.
+
+    A send is noted in the thread that began it, which may be the one that trains: that one is not gloo's.
+    """
     starts, ends = (times + base for times in columns.ops.starts_ends())
     threads = columns.ops.column(0)
-    drop = _within(columns.input, base, threads, starts) | np.isin(threads, columns.gloo.column(1))
+    gloos = np.setdiff1d(columns.gloo.column(1), list(columns.training))
+    drop = _within(columns.input, base, threads, starts) | np.isin(threads, gloos)
     starts, ends, threads = starts[~drop], ends[~drop], threads[~drop]
     phases = _phases(columns, base, starts, threads)
     sent, arrived = (times + base for times in columns.gloo.starts_ends())
