@@ -115,9 +115,7 @@ def test_what_is_damaged_falls_back_to_the_one_before():
                 UserWarning, match=r"step-2 is damaged and is skipped: inject://bucket/run/step-2"
             ):
                 assert checkpointer.restore(state) == 1
-            with pytest.raises(
-                DamagedCheckpoint, match=r"^inject:\S*/rank-00000.safetensors: "
-            ):
+            with pytest.raises(DamagedCheckpoint, match=r"^inject:\S*/rank-00000.safetensors: "):
                 checkpointer.verify(2)
         assert state["n"] == 1
 
