@@ -264,7 +264,7 @@ class Checkpointer(Shelf, Preemptible):
         return restored
 
     def wait(self) -> None:
-        """Block until all saves are committed, and with `local=` uploaded, as what earlier runs have left.
+        """Block until all saves are committed, and with `local=` uploaded; so is then what earlier runs left.
 
         Raises:
             Exception: Whatever made one of them fail, once.
