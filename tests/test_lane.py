@@ -313,11 +313,14 @@ lane.EXIT_PATIENCE_S = 1000
 lasting, other = lane.Lane("x"), lane.Lane("y", lasting=False)
 other.submit(lambda: time.sleep(1000))
 lasting.submit(lambda: (time.sleep(0.3), print("finished", flush=True)))
+forgotten = lane.Lane("z")
+forgotten.submit(lambda: (time.sleep(0.6), print("forgotten, and finished", flush=True)))
+del forgotten
 """
     out = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert out.stdout == "finished\n"
+    assert out.stdout == "finished\nforgotten, and finished\n"
     assert out.stderr == ""
 
 

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -181,20 +181,29 @@ EXIT_PATIENCE_S = 10.0
 EXIT_PATIENCE_BRIEF_S = 1.0
 """The same where nothing is lost. Not 0: a thread that leaves C++ while Python ends can crash it."""
 
-_lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
+
+class _Worker(NamedTuple):
+    """What exit must know of a worker thread: its lane may be gone, and it in the middle of its last work."""
+
+    lane: str
+    inbox: "queue.SimpleQueue[Callable[[], None] | None]"
+    lasting: bool
+
+
+_workers: "weakref.WeakKeyDictionary[threading.Thread, _Worker]" = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _finish_at_exit() -> None:
     """Let every lane finish what it was given; a daemon thread would be cut off in the middle."""
-    for lane in list(_lanes):
-        if lane._thread is not None and lane._inbox is not None and lane._pid == os.getpid():
-            lane._inbox.put(None)
-            lane._thread.join(EXIT_PATIENCE_S if lane.lasting else EXIT_PATIENCE_BRIEF_S)
-            if lane._thread.is_alive() and lane.lasting:
+    for thread, worker in list(_workers.items()):
+        if thread.is_alive():  # in a forked child none is
+            worker.inbox.put(None)
+            thread.join(EXIT_PATIENCE_S if worker.lasting else EXIT_PATIENCE_BRIEF_S)
+            if thread.is_alive() and worker.lasting:
                 warnings.warn(
-                    f"lane {lane.name!r} was still busy {EXIT_PATIENCE_S:g} s after the end of the program: "
-                    "its work is cut off; close what owns it",
+                    f"lane {worker.lane!r} was still busy {EXIT_PATIENCE_S:g} s after the end of the "
+                    "program: its work is cut off; close what owns it",
                     RuntimeWarning,
                     stacklevel=1,
                 )
@@ -332,7 +341,7 @@ class Lane:
                 daemon=True,
             )
             weakref.finalize(self, inbox.put, None).atexit = False  # a forgotten lane ends its thread
-            _lanes.add(self)
+            _workers[thread] = _Worker(self.name, inbox, self.lasting)
             thread.start()  # when a signal's handler raises in it, the lane has none yet, and makes another
             self._inbox, self._thread = inbox, thread
         return self._inbox

@@ -299,6 +299,25 @@ def test_a_meter_that_nobody_closed_ends_its_threads_at_the_interpreters_exit():
         assert [where.left for where in said.values()] == [True, True]
 
 
+def test_exit_waits_for_the_last_words_of_a_watch_that_was_just_forgotten():
+    """The interpreter aborts when a thread comes back from the store's code after its end."""
+    asked, inner = threading.Event(), dist.HashStore()
+
+    class Slow:
+        def __getattr__(self, name):
+            asked.set()
+            time.sleep(0.3)
+            return getattr(inner, name)
+
+    job = Job(1, store=Slow()).start()
+    threads = job.watches[0]._threads
+    assert asked.wait(10)
+    job.watches.clear()
+    gc.collect()
+    at_exit.end_all()
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_a_forgotten_watch_ends_its_threads():
     before = set(threading.enumerate())
     job = Job(1).start()

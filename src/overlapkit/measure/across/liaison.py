@@ -70,7 +70,7 @@ class Liaison:
         if self._thread is None:
             self._thread = threading.Thread(target=self._desk.run, name="overlapkit-ranks", daemon=True)
             self._thread.start()
-            end_at_exit(self)
+            end_at_exit(self._thread, self._desk.forget)
         measured = step // self._desk.every + 1
         if measured % WINDOW == 0 or measured in (5, 10):
             self._desk.due = measured
@@ -95,12 +95,6 @@ class Liaison:
         self._desk.wake.set()
         if self._thread is not None:
             self._thread.join(2 * _CLOSE_S + 1.0)
-
-    def end(self, timeout: float) -> None:
-        """End the thread without another word to the others, within `timeout` seconds."""
-        self._desk.forget()
-        if self._thread is not None:
-            self._thread.join(timeout)
 
 
 class _Desk:
@@ -132,6 +126,7 @@ class _Desk:
         self._name = quorum.name  # now: every rank makes its meters in the same order
 
     def forget(self) -> None:
+        """End the thread without another word to the others."""
         self._forgotten = True
         self.wake.set()
 

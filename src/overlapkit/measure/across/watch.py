@@ -54,19 +54,14 @@ class HangWatch:
         ]
         for thread in self._threads:
             thread.start()
-        end_at_exit(self)
+            end_at_exit(thread, post.leave)
 
     def close(self) -> None:
-        """Say that this rank has left, and end the threads; waits for them 5 s at most."""
-        self.end(5.0)
-
-    def end(self, timeout: float) -> None:
-        """The same, within `timeout` seconds each."""
-        self._post.progress.left = True
-        self._post.stop.set()
+        """Say that this rank has left, and end the threads; waits for each 5 s at most."""
+        self._post.leave()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout)
+                thread.join(5.0)
 
 
 def beat_s(timeout: float) -> float:
@@ -96,6 +91,11 @@ class _Post:
         self._alarms = 0  # that this rank has answered
         self._acting = threading.Lock()
         self._acted = False
+
+    def leave(self) -> None:
+        """This rank goes: that is the last thing to say."""
+        self.progress.left = True
+        self.stop.set()
 
     def watch(self) -> None:
         """The thread that does without the store."""
