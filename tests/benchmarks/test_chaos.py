@@ -212,6 +212,15 @@ def test_a_flipped_byte_must_be_spoken_of() -> None:
     assert judge(lives, REFERENCES, SHAPE).wrong == []
 
 
+def test_a_header_that_only_other_readers_need_keeps_nobody_from_a_checkpoint() -> None:
+    lives = right()
+    lives[1].flipped = {4}
+    of(lives, 1, "found")["steps"]["4"] = "rank-00000.safetensors: the checksum of its header differs from"
+    assert judge(lives, REFERENCES, SHAPE).wrong == []
+    lives[1].flipped = set()
+    assert "step-4 is damaged, and nobody did that" in judge(lives, REFERENCES, SHAPE).wrong[0]
+
+
 def test_orphans_are_found_and_ended() -> None:
     def work(rank: int) -> tuple[list[str], list[int]]:
         chaos_job.adopt_orphans()
