@@ -485,6 +485,7 @@ def test_flipped_and_missing_bytes_of_a_torch_save_file_are_found(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11, on loading one
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")  # torch 2.14
 def test_what_is_no_state_is_refused(tmp_path):
     for number, content in enumerate((torch.ones(2), [1], {1: 2}, {"a": torch.ones(2).to_sparse()})):
         torch.save(content, tmp_path / f"{number}.pt")
