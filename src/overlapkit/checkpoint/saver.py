@@ -112,6 +112,5 @@ class Saver:
         """This rank does not come; the others must not wait for it. Told after what earlier saves say."""
         quorum = self._run.quorum
         if quorum.world > 1:
-            self._writer.submit(
-                lambda: quorum.fail(key, error)
-            ).seen = True  # the caller gets the error itself
+            ticket = self._writer.submit(lambda: quorum.fail(key, error))
+            ticket.seen = True  # the caller gets the error itself
