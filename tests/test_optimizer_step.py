@@ -67,6 +67,14 @@ def test_the_optimizer_under_wrappers_is_found():
         with_hooks(Wrapper(None), "state['o']")
 
 
+def step_with(optimizer, closure, how):
+    """A step and what it returns; "none": the closure is called before it, and not given."""
+    if how == "none":
+        closure()
+        return optimizer.step()
+    return optimizer.step(closure) if how == "position" else optimizer.step(closure=closure)
+
+
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
@@ -88,12 +96,9 @@ def test_the_act_comes_after_the_closure_and_before_the_update(kind, how):
 
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: at_update(args, kwargs, act))
     closure = closure_of(model, optimizer, seen)
-    if how == "none":
-        closure()
-        optimizer.step()
-    else:
-        loss = optimizer.step(closure) if how == "position" else optimizer.step(closure=closure)
-        assert loss.item() > 0
+    loss = step_with(optimizer, closure, how)
+    assert loss is None or loss.item() > 0
+    assert (loss is None) == (how == "none")
     assert seen[:2] == ["closure", "act"]
     assert first[0]
     assert not torch.equal(model.weight, before)
@@ -120,11 +125,7 @@ def test_what_must_come_before_any_change_waits_for_a_closure_that_comes_first(k
 
     optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: before_update(args, kwargs, act))
     closure = closure_of(model, optimizer, seen)
-    if how == "none":
-        closure()
-        optimizer.step()
-    else:
-        optimizer.step(closure) if how == "position" else optimizer.step(closure=closure)
+    step_with(optimizer, closure, how)
     assert (seen.index("act") < seen.index("closure")) == at_once
     assert not torch.equal(model.weight, before)
 
