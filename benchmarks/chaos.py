@@ -48,6 +48,8 @@ from overlapkit import write_token_shards
 WINDOW, BATCH, SHARDS = 32, 8, 4
 EVERY, KEEP = 5, 3
 """Steps between saves, and checkpoints that stay."""
+QUICK_PACE_S = 0.04
+"""A quick run has few steps: however fast the machine, they must last until every fault has come."""
 
 
 def main() -> int:
@@ -122,7 +124,7 @@ class Field:
     references: dict[tuple[str, int], Losses] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.steps = 120 if self.args.quick else 400
+        self.steps = 160 if self.args.quick else 400
         samples = BATCH * (20 if self.args.quick else 40)
         self.shape = Shape(self.steps, samples // BATCH, write_data(self.root / "data", samples), KEEP)
         self.until = float("inf") if self.args.quick else time.monotonic() + 60 * self.args.minutes
@@ -139,6 +141,7 @@ class Field:
         references = {world: self.reference(setting.wrap, world) for world in setting.worlds}
         planned = faults(self.args.seed, setting, self.kinds, self.args.quick)
         place = Place(self.root / f"run-{setting.number}", self.root / "data", self.own_disk)
+        place.set_pace(QUICK_PACE_S if self.args.quick else 0)
         try:
             lab = self.lab if setting.launcher == "lab" else None
             return Run(setting, planned, place, self.spec(place, setting), self.shape, lab, self.until).go(

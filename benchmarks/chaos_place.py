@@ -72,18 +72,15 @@ class Place:
 
     def make_slow(self, seconds: float) -> None:
         """Let each write and sync of a checkpoint take so many seconds more; 0 undoes it."""
-        switch = self.control / "slow"
-        if not seconds:
-            switch.unlink(missing_ok=True)
-            return
-        self._say("slow", f"{seconds:.3f}")
+        self._say("slow", f"{seconds:.3f}" if seconds else "")
+
+    def set_pace(self, seconds: float) -> None:
+        """Let each step take so many seconds more; 0 undoes it."""
+        self._say("pace", f"{seconds:.3f}" if seconds else "")
 
     def tell_source(self, rank: int, text: str) -> None:
         """Let a rank's source raise ("raise") or stall (seconds) once; "" takes it back."""
-        if text:
-            self._say(f"source-{rank}", text)
-        else:
-            (self.control / f"source-{rank}").unlink(missing_ok=True)
+        self._say(f"source-{rank}", text)
 
     def steps(self) -> list[int]:
         """The checkpoints there are."""
@@ -121,6 +118,9 @@ class Place:
         shutil.copytree(self._sound, self.data, dirs_exist_ok=True)
 
     def _say(self, name: str, text: str) -> None:
+        if not text:
+            (self.control / name).unlink(missing_ok=True)
+            return
         half = self.control / f".{name}"
         half.write_text(text)
         half.rename(self.control / name)

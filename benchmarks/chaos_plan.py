@@ -118,7 +118,7 @@ def faults(seed: int, setting: Setting, kinds: Sequence[str], quick: bool) -> It
     if quick:
         possible = [kind for kind in possible if (kind in _COLD) == (setting.launcher == "torchrun")]
         draw.shuffle(possible)
-        yield from (_fault(draw, kind, range(2, 6)) for kind in possible)
+        yield from (_fault(draw, kind, range(2, 6), longest_s=0.8) for kind in possible)
         return
     weights: list[Any] = [_OFTEN.get(kind, 1) * _SELDOM.get(kind, 1) for kind in possible]
     while True:
@@ -131,13 +131,13 @@ def _possible(kind: str, setting: Setting) -> bool:
     return kind != "resize" or len(setting.worlds) > 1
 
 
-def _fault(draw: random.Random, kind: str, after: range) -> Fault:
+def _fault(draw: random.Random, kind: str, after: range, longest_s: float = 2.0) -> Fault:
     return Fault(
         kind,
         draw.choice(after),
         round(draw.uniform(0.0, 0.1), 4),
         draw.randrange(64),
-        round(draw.uniform(0.3, 2.0), 3),
+        round(draw.uniform(0.3, longest_s), 3),
         round(draw.random(), 6),
         draw.random() < 0.3 and kind in _JOINING,
     )

