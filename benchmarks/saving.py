@@ -100,6 +100,7 @@ def _measure(setting: Setting, name: str, folder: Path) -> dict[str, float]:
     build(replace(setting, nbytes=1 << 16, tensors=8))["optimizer"].step()  # what torch loads at first use
     base = _peak(reset=True)
     state = build(setting)
+    _peak(reset=True)  # what held the model whole until it was sharded does not count
     saver = SAVERS[name][1](folder, state)
     start = time.perf_counter()
     saver.prepare()
