@@ -30,7 +30,7 @@ class Queued:
 
 def times_of(monkeypatch: pytest.MonkeyPatch) -> BucketTimes:
     monkeypatch.setattr(buckets, "group_name", lambda group: "")
-    monkeypatch.setattr(buckets.exchange, "direct", lambda group: False)
+    monkeypatch.setattr(buckets.exchange, "sums", lambda group: False)
     monkeypatch.setattr(buckets, "roll_of", lambda group: mock.MagicMock())
     return BucketTimes({}, mock.Mock())
 
@@ -44,7 +44,7 @@ def test_each_reduction_lies_between_its_turn_and_its_end_and_the_tail_behind_ba
         backend = torch.cuda.Stream()
         for number, last in enumerate((False, True)):
             torch.cuda._sleep(LONG)
-            reduction = Reduction((f"w{number}",), 4, 0)
+            reduction = Reduction((f"w{number}",), (1,), 4, 0)
             times.watch(Queued(backend, 3), device, reduction, last)
         torch.cuda.synchronize()
         spans = {span.name: span for _ in range(12) for span in times.take()}
@@ -70,7 +70,7 @@ def test_only_a_future_that_is_done_once_it_is_queued_is_watched(
     monkeypatch.setattr(buckets.dist, "all_reduce", lambda sent, **options: work)
     with fake_cuda():
         bucket = mock.Mock(buffer=lambda: on_device(torch.ones(2)), is_last=lambda: False, parameters=list)
-        monkeypatch.setattr(times, "reduction", lambda bucket, sent: Reduction(("w",), 8, 0))
+        monkeypatch.setattr(times, "reduction", lambda bucket, sent: Reduction(("w",), (2,), 8, 0))
         buckets.all_reduce(times, bucket)
     assert bool(watched) is queued
 
@@ -78,8 +78,8 @@ def test_only_a_future_that_is_done_once_it_is_queued_is_watched(
 def test_what_is_not_on_the_host_is_the_backends_to_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any device: a group may have gloo for the host beside another backend."""
     times, asked = times_of(monkeypatch), mock.Mock()
-    monkeypatch.setattr(times, "_direct", True)
+    monkeypatch.setattr(times, "_sums", True)
     monkeypatch.setattr(buckets.dist, "all_reduce", asked)
     sent = torch.ones(2, device="meta")
-    times.sum(Reduction(("w",), 8, 0), sent)
+    times.sum(Reduction(("w",), (2,), 8, 0), sent)
     asked.assert_called_once_with(sent, group=times.group, async_op=True)

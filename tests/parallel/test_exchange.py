@@ -185,8 +185,9 @@ def test_a_rank_that_dies_is_named():
     assert run_ranks(2, job, may_die=(1,))[0] == "while receiving from rank 1 of the group"
 
 
-def test_only_gloo_on_the_host_is_asked():
-    def job(rank: int) -> bool:
-        return exchange.direct(dist.group.WORLD)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gloo_itself_sums_what_has_one_sum_in_any_order(world: int):
+    def job(rank: int) -> tuple[bool, bool]:
+        return exchange.direct(dist.group.WORLD), exchange.sums(dist.group.WORLD)
 
-    assert run_ranks(1, job) == [True]
+    assert run_ranks(world, job) == [(True, world > 2)] * world

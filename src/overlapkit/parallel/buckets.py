@@ -1,7 +1,7 @@
 """DDP's all-reduce of one bucket, with a span each and one for the tail.
 
-Over gloo a bucket is summed in the order of the ranks. DDP lays its buckets out anew after a process's first
-backward: with a sum that depends on the place in the bucket, a restarted job would get other bits.
+DDP lays its buckets out anew after a process's first backward: with sums that depend on the place in the
+bucket, as gloo's do from three ranks on, a restarted job would get other bits. Ours do not.
 """
 
 import threading
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from overlapkit.lane import Lane
-from overlapkit.parallel import exchange
+from overlapkit.parallel import exchange, ring
 from overlapkit.parallel.failure import roll_of
 from overlapkit.parallel.traffic import group_name
 from overlapkit.span import Span, SpanLog
@@ -29,6 +29,7 @@ class Reduction:
 
     Attributes:
         parameters: Names of the bucket's parameters.
+        lengths: Of these, in numbers.
         bytes: What this rank sends.
         ready: When this rank had all its gradients, on the host.
         start: When it was begun with, on the host, where it had to wait for those before it.
@@ -36,6 +37,7 @@ class Reduction:
     """
 
     parameters: tuple[str, ...]
+    lengths: tuple[int, ...]
     bytes: int
     ready: int
     start: int | None = None
@@ -69,7 +71,7 @@ class BucketTimes:
         self._log = SpanLog()
         self._lock = threading.Lock()
         self._running = 0
-        self._direct = exchange.direct(group)
+        self._sums = exchange.sums(group)
         self._tags: tuple[int, int] | None = None  # from the first sum on: copies of one rank alone need none
         self._lane = Lane("all_reduce", lasting=False)
         self._tail: int | None = None
@@ -81,8 +83,10 @@ class BucketTimes:
 
     def reduction(self, bucket: Any, sent: torch.Tensor) -> Reduction:
         """What is to be known of a bucket that is ready now; `sent` is what travels."""
-        names = tuple(self._names.get(parameter, "?") for parameter in bucket.parameters())
-        return Reduction(names, _nbytes(sent), time.perf_counter_ns())
+        parameters = bucket.parameters()
+        names = tuple(self._names.get(parameter, "?") for parameter in parameters)
+        lengths = tuple(parameter.numel() for parameter in parameters)
+        return Reduction(names, lengths, _nbytes(sent), time.perf_counter_ns())
 
     def begin(self, reduction: Reduction, last: bool) -> None:
         """The sum of a bucket on the host was begun; `last` if backward has no other left."""
@@ -106,7 +110,7 @@ class BucketTimes:
 
     def sum(self, reduction: Reduction, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         """Begin to sum a bucket over the ranks, in place. Errors: in the future, or `reduction.error`."""
-        if not self._direct or sent.device.type != "cpu" or sent.layout != torch.strided:
+        if not self._sums or sent.device.type != "cpu" or sent.layout != torch.strided:
             work: dist.Work = dist.all_reduce(sent, group=self.group, async_op=True)
             return work.get_future()
         if self._tags is None:
@@ -117,7 +121,10 @@ class BucketTimes:
         def add_up() -> None:
             reduction.start = time.perf_counter_ns()
             try:
-                exchange.all_reduce(sent, group, tags)
+                if sent.dtype in (torch.float32, torch.float64):
+                    ring.all_reduce(sent, reduction.lengths, group, tags[0])
+                else:  # a ring would round at each rank
+                    exchange.all_reduce(sent, group, tags)
             except BaseException as error:  # whatever it is, backward waits for the future
                 reduction.error = error
             future.set_result([sent])

@@ -7,6 +7,7 @@ its receives before it sends, so that both directions are busy at once.
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,14 @@ Finish = Callable[[], None]
 def direct(group: dist.ProcessGroup) -> bool:
     """Whether host tensors of this group travel over gloo."""
     return "cpu:gloo" in dist.get_backend_config(group)
+
+
+def sums(group: dist.ProcessGroup) -> bool:
+    """Whether all-reduces of host tensors of this group are ours: over gloo, from three ranks on.
+
+    Two numbers have one sum in any order, so gloo's own is as good.
+    """
+    return direct(group) and group.size() > 2
 
 
 _taken: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
@@ -74,8 +83,8 @@ def reduce(
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, tags: tuple[int, int]) -> None:
     """Sum `tensor` (n,) over the ranks in place, as `reduce` does; returns when it is done.
 
-    The values do not depend on where in a tensor they stand, as they do with a ring. Each rank sums its part
-    and gives it to the others; what is small, or two ranks', is sent whole, and each rank sums all of it.
+    Each rank sums its part and gives it to the others; what is small is sent whole, and each rank sums all of
+    it. The values do not depend on where in the tensor they stand.
 
     Args:
         tensor: Floating point, contiguous, on the host.
@@ -83,7 +92,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, tags: tuple[int, 
         tags: Of `new_tags`.
     """
     ranks = group.size()
-    if ranks == 2 or (ranks - 1) * tensor.nbytes <= _AT_ONCE:
+    if (ranks - 1) * tensor.nbytes <= _AT_ONCE:
         total = torch.empty_like(tensor)
         _add_up(total, [tensor] * ranks, group, tags[0])()
         tensor.copy_(total)
@@ -133,30 +142,40 @@ class _Messages:
     ) -> None:
         rank, ranks = group.rank(), group.size()
         self._tensors = sent, received  # alive until all is done
-        tag += _TAG
         before = [(rank - distance) % ranks for distance in range(1, ranks)]
         after = [(rank + distance) % ranks for distance in range(1, ranks)]
-        self._receives = {
-            peer: dist.irecv(received[peer], group=group, group_src=peer, tag=tag) for peer in before
-        }
-        self._sends = {peer: dist.isend(sent[peer], group=group, group_dst=peer, tag=tag) for peer in after}
+        self._receives = {peer: receive(received[peer], peer, group, tag) for peer in before}
+        self._sends = [send(sent[peer], peer, group, tag) for peer in after]
 
     def wait_for(self, peer: int) -> None:
         """Until all has come from that rank of the group; at once for this rank and a second time."""
-        if (work := self._receives.pop(peer, None)) is not None:
-            self._wait(work, f"receiving from rank {peer} of the group")
+        if (finish := self._receives.pop(peer, None)) is not None:
+            finish()
 
     def wait(self) -> None:
         """Until all has come and gone."""
         for peer in list(self._receives):
             self.wait_for(peer)
-        for peer, work in self._sends.items():
-            self._wait(work, f"sending to rank {peer} of the group")
+        for finish in self._sends:
+            finish()
 
-    def _wait(self, work: dist.Work | None, doing: str) -> None:
-        assert work is not None  # it is for ranks outside of the group
-        try:
-            work.wait()
-        except RuntimeError as error:
-            error.add_note(f"while {doing}")
-            raise
+
+def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Finish:
+    """Begin to send a contiguous tensor on the host, which must stay as it is, to a rank of the group."""
+    work = dist.isend(tensor, group=group, group_dst=peer, tag=_TAG + tag)
+    return partial(_wait, work, f"sending to rank {peer} of the group")
+
+
+def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Finish:
+    """Begin to receive one from a rank of the group; of one tag they come in the order of `send`."""
+    work = dist.irecv(tensor, group=group, group_src=peer, tag=_TAG + tag)
+    return partial(_wait, work, f"receiving from rank {peer} of the group")
+
+
+def _wait(work: dist.Work | None, doing: str) -> None:
+    assert work is not None  # it is for ranks outside of the group
+    try:
+        work.wait()
+    except RuntimeError as error:
+        error.add_note(f"while {doing}")
+        raise

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from overlapkit.one_tensor import all_gather, reduce_scatter
-from overlapkit.parallel import exchange
+from overlapkit.parallel import exchange, ring
 from overlapkit.plan.arguments import check_amount, check_ranks
 from overlapkit.plan.host_cost import LARGEST, copy_seconds
 from overlapkit.plan.links import OPS, LinkTable
@@ -119,11 +119,12 @@ class _Probe:
         }
         tags = self._tags
         if tags is not None and exchange.direct(group):  # what `shard` and `replicate` do there
-            collectives = {
+            collectives |= {
                 "all_gather": lambda: exchange.gather(torch.empty_like(whole), part, group, tags[0])(),
                 "reduce_scatter": lambda: exchange.reduce(part, whole, group, tags[1], average=True)(),
-                "all_reduce": lambda: exchange.all_reduce(whole, group, tags),
             }
+            if exchange.sums(group):
+                collectives["all_reduce"] = lambda: ring.all_reduce(whole, [whole.numel()], group, tags[0])
         return collectives
 
     def _time(self, collective: Callable[[], Any]) -> float:
