@@ -47,6 +47,7 @@ LANES: dict[str, tuple[str, ...]] = {
         "tests/parallel/test_collectives.py",
         "tests/parallel/test_buckets.py",
         "tests/parallel/test_exchange.py",
+        "tests/parallel/test_ring.py",
         "tests/parallel/test_traffic.py",
         "tests/parallel/test_accumulating.py",
         "tests/parallel/test_ddp.py",

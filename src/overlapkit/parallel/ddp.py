@@ -47,8 +47,8 @@ def replicate(
     gradients, and `start` when the reduction began (on the host: when those before it were done).
     "all_reduce tail" is the exposed part: from the moment the last bucket was ready until all are done,
     while backward has nothing left to compute. Recording takes DDP's communication hook, of which there is
-    only one. Gradients are divided by the number of ranks and summed, as by DDP; on the host, over gloo, in
-    the order of the ranks, so that they are the same to the bit however the buckets lie (docs/parallel.md).
+    only one. Gradients are divided by the number of ranks and summed, as by DDP; on the host, over gloo, they
+    are the same to the bit however the buckets lie (docs/parallel.md).
 
     Args:
         model: A module with parameters that require gradients, on one device, not wrapped or compiled.

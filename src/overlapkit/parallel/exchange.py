@@ -7,7 +7,7 @@ its receives before it sends, so that both directions are busy at once.
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -149,33 +149,40 @@ class _Messages:
 
     def wait_for(self, peer: int) -> None:
         """Until all has come from that rank of the group; at once for this rank and a second time."""
-        if (finish := self._receives.pop(peer, None)) is not None:
-            finish()
+        if (message := self._receives.pop(peer, None)) is not None:
+            message.wait()
 
     def wait(self) -> None:
         """Until all has come and gone."""
         for peer in list(self._receives):
             self.wait_for(peer)
-        for finish in self._sends:
-            finish()
+        for message in self._sends:
+            message.wait()
 
 
-def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Finish:
+def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> "Message":
     """Begin to send a contiguous tensor on the host, which must stay as it is, to a rank of the group."""
     work = dist.isend(tensor, group=group, group_dst=peer, tag=_TAG + tag)
-    return partial(_wait, work, f"sending to rank {peer} of the group")
+    return Message(work, f"sending to rank {peer} of the group")
 
 
-def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Finish:
+def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> "Message":
     """Begin to receive one from a rank of the group; of one tag they come in the order of `send`."""
     work = dist.irecv(tensor, group=group, group_src=peer, tag=_TAG + tag)
-    return partial(_wait, work, f"receiving from rank {peer} of the group")
+    return Message(work, f"receiving from rank {peer} of the group")
 
 
-def _wait(work: dist.Work | None, doing: str) -> None:
-    assert work is not None  # it is for ranks outside of the group
-    try:
-        work.wait()
-    except RuntimeError as error:
-        error.add_note(f"while {doing}")
-        raise
+class Message(NamedTuple):
+    """One that is under way."""
+
+    work: dist.Work | None
+    doing: str
+
+    def wait(self) -> None:
+        """Until it has come, or has left. What goes wrong says what it was."""
+        assert self.work is not None  # it is for ranks outside of the group
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            error.add_note(f"while {self.doing}")
+            raise

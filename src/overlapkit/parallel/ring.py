@@ -55,13 +55,13 @@ def _around(rows: list[list[torch.Tensor]], group: dist.ProcessGroup, tag: int) 
     sends = [exchange.send(piece, after, group, tag) for piece in pieces[rank]]
     forwarded = len(receives) - len(pieces[rank])  # the last row comes from the rank that it would go to
     for number, (receive, piece) in enumerate(zip(receives, (*sums, *wholes), strict=True)):
-        receive()
+        receive.wait()
         if number < len(sums):
             piece.add_(added[number])
         if number < forwarded:
             sends.append(exchange.send(piece, after, group, tag))
     for sent in sends:
-        sent()
+        sent.wait()
 
 
 def _two_at_least(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
