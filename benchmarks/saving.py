@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -248,15 +249,19 @@ def _in_ranks(setting: Setting, measure: Callable[[Path], dict[str, float]]) -> 
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(dir=setting.folder) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # forking beside threads, of which there are none that compute
-        results, processes = [], []
+        results, processes, ports = [], [], context.SimpleQueue()
         for rank in range(setting.ranks):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (rank, setting, Path(folder), measure, theirs)
+            arguments = (rank, setting, Path(folder), ports, measure, theirs)
             process = context.Process(target=_rank, args=arguments, daemon=False)
             process.start()
             theirs.close()
             processes.append(process)
             results.append(ours)
+        # A store as torchrun's; after the forks: a lock that its thread holds at one would stay locked there.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in processes:
+            ports.put(store.port)
         answers = [_answer(result) for result in results]
         for process in processes:
             process.join()
@@ -277,11 +282,12 @@ def _rank(
     rank: int,
     setting: Setting,
     folder: Path,
+    ports: "SimpleQueue[int]",
     measure: Callable[[Path], dict[str, float]],
     result: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), setting.ranks)
+    store = dist.TCPStore("127.0.0.1", ports.get(), is_master=False)
     _be_quiet()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=setting.ranks)
     try:
