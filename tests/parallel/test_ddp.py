@@ -93,22 +93,48 @@ def test_spans_of_every_bucket_and_one_tail():
         assert names[-1].endswith("embed.weight (5)"), names
 
 
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("wire", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_compression_is_one_rounding_and_one_sum(wire: str, dtype: torch.dtype):
+def test_compression_is_one_rounding_and_one_sum(wire: str, dtype: torch.dtype, world: int):
     def job(rank: int) -> tuple[bool, int, torch.dtype]:
         model = ok.replicate(gpt(), compress=wire)
-        loss_of(model, half(rank)(batch(0))).backward()
+        loss_of(model, half(rank, world)(batch(0))).backward()
         sent = []
-        for other in range(2):
+        for other in range(world):
             alone = gpt()
-            loss_of(alone, half(other)(batch(0))).backward()
-            sent.append([(g * 0.5).to(dtype) for g in _gradients(alone)])
-        expected = [(a + b).float() for a, b in zip(*sent, strict=True)]
+            loss_of(alone, half(other, world)(batch(0))).backward()
+            sent.append([(g * (1 / world)).to(dtype).float() for g in _gradients(alone)])
+        expected = [sum(parts[1:], parts[0]).to(dtype).float() for parts in zip(*sent, strict=True)]
         same = all(torch.equal(a, b) for a, b in zip(_gradients(model), expected, strict=True))
         moved = sum(span.bytes for span in model.timings() if span.bytes)
         return same, moved, _gradients(model)[0].dtype
 
-    assert run_ranks(2, job) == [(True, GRADIENT_BYTES // 2, torch.float32)] * 2
+    assert run_ranks(world, job) == [(True, GRADIENT_BYTES // 2, torch.float32)] * world
+
+
+class _Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(
+            torch.randn(37, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+        )
+        self.gain = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.turn.abs().sum() + self.gain.sum()) * x
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_complex_gradients(world: int):
+    """A bucket holds them as two real numbers each."""
+
+    def job(rank: int) -> bool:
+        models = ok.replicate(_Waves()), DistributedDataParallel(_Waves())
+        for model in models:
+            model(torch.tensor(1.0 + rank)).backward()
+        return all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(*map(_gradients, models), strict=True))
+
+    assert all(run_ranks(world, job))
 
 
 class _Fork(nn.Module):

@@ -29,7 +29,7 @@ class Reduction:
 
     Attributes:
         parameters: Names of the bucket's parameters.
-        lengths: Of these, in numbers.
+        lengths: Of these, in numbers: a complex one is two.
         bytes: What this rank sends.
         ready: When this rank had all its gradients, on the host.
         start: When it was begun with, on the host, where it had to wait for those before it.
@@ -85,7 +85,7 @@ class BucketTimes:
         """What is to be known of a bucket that is ready now; `sent` is what travels."""
         parameters = bucket.parameters()
         names = tuple(self._names.get(parameter, "?") for parameter in parameters)
-        lengths = tuple(parameter.numel() for parameter in parameters)
+        lengths = tuple(parameter.numel() * (1 + parameter.is_complex()) for parameter in parameters)
         return Reduction(names, lengths, _nbytes(sent), time.perf_counter_ns())
 
     def begin(self, reduction: Reduction, last: bool) -> None:

@@ -7,6 +7,8 @@ its receives before it sends, so that both directions are busy at once.
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -170,6 +172,18 @@ def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int)
     """Begin to receive one from a rank of the group; of one tag they come in the order of `send`."""
     work = dist.irecv(tensor, group=group, group_src=peer, tag=_TAG + tag)
     return Message(work, f"receiving from rank {peer} of the group")
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections in a group of which a collective has failed: all others learn so at once.
+
+    gloo does so where a wait runs out: here one for what no rank sends.
+    """
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):  # closed already, too
+        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_TAG - 1)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
 
 
 class Message(NamedTuple):

@@ -21,7 +21,7 @@ def all_reduce(tensor: torch.Tensor, lengths: Sequence[int], group: dist.Process
     """Sum `tensor` (n,) over the ranks in place; returns when it is done.
 
     As many bytes leave a rank as with gloo's own ring, and for a small parameter less than a number a rank
-    more. Takes the tensor's memory once more meanwhile.
+    more. Takes the tensor's memory once more meanwhile, and small parameters' once more again.
 
     Args:
         tensor: Floating point, contiguous, on the host.
@@ -34,11 +34,18 @@ def all_reduce(tensor: torch.Tensor, lengths: Sequence[int], group: dist.Process
     small: list[torch.Tensor] = []
     for parameter in tensor.split(list(lengths)):
         (large if parameter.nbytes >= ranks * _ALONE else small).append(parameter)
-    tables = [F.pad(one, (0, -len(one) % ranks)).view(ranks, -1) for one in small]
-    together = torch.cat((*tables, tensor.new_empty(ranks, 0)), 1)
+    widths = [-(-len(one) // ranks) for one in small]
+    together = tensor.new_empty(ranks, sum(widths))
+    tables = together.split(widths, 1)
+    for one, table in zip(small, tables, strict=True):
+        table.copy_(F.pad(one, (0, -len(one) % ranks)).view(ranks, -1))
     cuts = [one.tensor_split(ranks) for one in large]
-    _around([[*(cut[row] for cut in cuts), together[row]] for row in range(ranks)], group, tag)
-    for one, table in zip(small, together.split([table.shape[1] for table in tables], 1), strict=True):
+    try:
+        _around([[*(cut[row] for cut in cuts), together[row]] for row in range(ranks)], group, tag)
+    except BaseException:
+        exchange.hang_up(group)  # the next rank waits for this one only, and would blame it
+        raise
+    for one, table in zip(small, tables, strict=True):
         one.copy_(table.flatten()[: len(one)])
 
 
@@ -53,7 +60,7 @@ def _around(rows: list[list[torch.Tensor]], group: dist.ProcessGroup, tag: int) 
     # All receives are posted first: a send without one runs in one direction at a time.
     receives = [exchange.receive(piece, before, group, tag) for piece in (*added, *wholes)]
     sends = [exchange.send(piece, after, group, tag) for piece in pieces[rank]]
-    forwarded = len(receives) - len(pieces[rank])  # the last row comes from the rank that it would go to
+    forwarded = len(receives) - len(pieces[(rank + 2) % ranks])  # whose sum `after` has: it made it
     for number, (receive, piece) in enumerate(zip(receives, (*sums, *wholes), strict=True)):
         receive.wait()
         if number < len(sums):
