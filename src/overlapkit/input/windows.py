@@ -67,7 +67,6 @@ class Windows:
         self._shards = shards
         counts = np.array([max(0, shard.tokens - 1) // window for shard in shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
-        self._begins = self._ends - counts
         self.count = int(counts.sum())
         memory, bases = map_files([(shard.path, shard.nbytes) for shard in shards])
         self._tokens = memory.view(shards[0].dtype)
@@ -78,6 +77,7 @@ class Windows:
         self._void_rows: np.ndarray = np.ndarray((count,), row, self._tokens, strides=(size,))
         tokens_at = [base + shard.tokens_at for base, shard in zip(bases, shards, strict=True)]
         self._first_token = np.array(tokens_at, dtype=np.int64) // size
+        self._zeroth = self._first_token - (self._ends - counts) * window  # where window 0 of all would begin
         self._offsets = memory.view(OFFSETS)
         offsets_at = [base + shard.offsets_at for base, shard in zip(bases, shards, strict=True)]
         self._first_offset = np.array(offsets_at, dtype=np.int64) // OFFSETS.itemsize
@@ -109,11 +109,11 @@ class Windows:
     def locate(self, samples: np.ndarray, epoch: np.ndarray | None = None) -> Places:
         """Find windows, int64 (n,), each in [0, count), the same in every epoch. Thousands are cheap."""
         shard = np.searchsorted(self._ends, samples, side="right")
-        local = (samples - self._begins[shard]) * (self.length - 1)
-        start = self._first_token[shard] + local
-        ends = np.stack((start, start + self.length - 1))
+        start = self._zeroth[shard] + samples * (self.length - 1)
+        ends = start + np.array([[0], [self.length - 1]])
         if not self.documents:
             return Places(ends, None)
+        local = start - self._first_token[shard]
         first, last = self._document_of(shard, local), self._document_of(shard, local + self.length - 1)
         return Places(ends, np.stack((local, first, last)))
 
