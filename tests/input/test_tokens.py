@@ -314,7 +314,7 @@ def test_a_state_of_another_dtype_is_refused(tmp_path: Path) -> None:
         ({"window": 2.0}, "window=2.0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": True}, "batch_size=True"),
-        ({"batch_size": 2**29}, r"a batch has fewer than 2\*\*31 tokens"),
+        ({"batch_size": 2**29}, r"a batch has fewer than 2\*\*29 tokens"),
         ({"seed": "1"}, "seed='1'"),
         ({"rank": 0}, "rank=0, world_size=None: give both"),
         ({"world_size": 2}, "rank=None, world_size=2"),

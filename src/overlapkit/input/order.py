@@ -92,7 +92,8 @@ class Order:
 
 
 def _network(value: np.ndarray, a: np.uint64, b: np.uint64, keys: list[np.uint64]) -> np.ndarray:
-    x, y = np.divmod(value, b)
+    x = value // b
+    y = value - x * b  # numpy turns // by a constant into products, but not divmod
     for turn in range(0, _ROUNDS, 2):
         _add(x, _below(a, y, keys[turn]), a)
         _add(y, _below(b, x, keys[turn + 1]), b)

@@ -84,9 +84,9 @@ class TokenShards:
         pack: Literal["windows", "documents"] = "windows",
     ) -> None:
         window, batch_size = as_count("window", window), as_count("batch_size", batch_size)
-        if batch_size * (window + 1) >= 2**31:
+        if batch_size * (window + 1) >= 2**29:  # numpy knows no value of 2 GiB, and gathers rows as values
             raise ValueError(
-                f"batch_size={batch_size} x window={window}: a batch has fewer than 2**31 tokens"
+                f"batch_size={batch_size} x window={window}: a batch has fewer than 2**29 tokens"
             )
         seed = as_seed(seed)
         check_choice("shuffle", shuffle)
@@ -159,6 +159,10 @@ class TokenShards:
         """Whether the state's epoch has no batch left, so that the next pass is the next epoch."""
         return self._progress.is_over(state["position"])
 
+    def _sizes(self, rows: int) -> list[int]:
+        whole, rest = divmod(rows, self.batch_size)
+        return [self.batch_size] * whole + [rest] * (rest > 0)
+
     def _whole_batches(self, share: int) -> int:
         return share - share % self.batch_size if self.order.drop_last else share
 
@@ -179,8 +183,9 @@ class TokenShards:
             samples = self.order.samples(epoch, position, first, min(first + block, share))
             places = self.windows.locate(samples)
             for at in range(0, len(places), at_once):
-                gathered = self.windows.read(places[at : at + at_once], empty)
-                for batch in [gathered] if group == 1 else split(gathered, self.batch_size):
+                here = places[at : at + at_once]
+                gathered = self.windows.read(here, empty)
+                for batch in [gathered] if group == 1 else split(gathered, self._sizes(len(here))):
                     taken += self.batch_size
                     if number == self._passes:
                         self._progress.finish() if taken >= share else self._progress.take(taken)
