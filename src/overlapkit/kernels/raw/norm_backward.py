@@ -67,11 +67,12 @@ def _backward(
             dbias += dy
         if HAS_WEIGHT:
             dy = dy * (weight.to(tl.float32) + offset)[None, :]
+        if CENTRED:  # after the other sum Triton 3.6 would spill in fp32
+            level = tl.sum(dy, axis=1) / n_cols
         slope = tl.sum(dy * xhat, axis=1) / n_cols
+        dx = dy - xhat * slope[:, None]
         if CENTRED:
-            dx = dy - xhat * slope[:, None] - (tl.sum(dy, axis=1) / n_cols)[:, None]
-        else:
-            dx = dy - xhat * slope[:, None]
+            dx -= level[:, None]
         dx = dx * rstd[:, None]
         if HAS_DSUM:  # the residual's gradient goes past the norm
             dx += tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(
