@@ -81,16 +81,16 @@ class Kernel:
 
         return InterpretedFunction(self.fn)
 
-    def launch(self, grid: int, *args: Any, warps: int, resident: bool = False, **constants: Any) -> None:
+    def launch(self, grid: int, *args: Any, warps: int, resident: int = 0, **constants: Any) -> None:
         """Launch `grid` programs on the device of the first argument, whichever device is current.
 
         Args:
             grid: Number of programs, on axis 0: the other axes end at 65,535. With 0 nothing is launched.
             args: The kernel's arguments in order; the first is a tensor.
             warps: Warps a program.
-            resident: Each program may use all registers that one can have: the grid has only a few programs
-                a processor, or each holds much. Else ptxas may spill a value or two, for an occupancy that
-                such a grid never reaches or for one program more.
+            resident: How many programs a processor must have registers for; with 1 a program may use all that
+                one can have, since the grid has only a few a processor, or each holds much. With 0 ptxas
+                may spill a value or two, for an occupancy that such a grid never reaches or for one more.
             constants: Its constexpr arguments.
         """
         if grid == 0:
@@ -102,13 +102,14 @@ class Kernel:
             self.compiled[(grid,)](*args, **options(warps, resident), **constants)
 
 
-def options(warps: int, resident: bool, *, amd: bool = torch.version.hip is not None) -> dict[str, int]:
+def options(warps: int, resident: int, *, amd: bool = torch.version.hip is not None) -> dict[str, int]:
     """Triton's compile options for a launch."""
     if amd:  # its warps are twice as wide, and a program has at most 1,024 threads; there is no cap to give
         return {"num_warps": min(warps, 16)}
     if not resident:
         return {"num_warps": warps}
-    return {"num_warps": warps, "maxnreg": min(255, 65_536 // (32 * warps))}
+    each = 65_536 // (32 * warps * resident)  # a processor deals them out by eights
+    return {"num_warps": warps, "maxnreg": min(255, each // 8 * 8)}
 
 
 def kernel(fn: Callable[..., None]) -> Kernel:

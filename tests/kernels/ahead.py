@@ -36,7 +36,7 @@ class Launch:
     grid: int
     args: tuple[Any, ...]
     warps: int
-    resident: bool
+    resident: int
     constants: dict[str, Any]
     by_rule: bool
     """Whether launch.tile's own rule chose it, and not one of autotune's candidates."""
@@ -119,9 +119,7 @@ def recorded() -> Iterator[list[Launch]]:
     """Record every launch in the block and run none. Meta tensors will do, so any size costs nothing."""
     launches: list[Launch] = []
 
-    def record(
-        self: Kernel, grid: int, *args: Any, warps: int, resident: bool = False, **constants: Any
-    ) -> None:
+    def record(self: Kernel, grid: int, *args: Any, warps: int, resident: int = 0, **constants: Any) -> None:
         by_rule = getattr(launch._chosen, "choice", launch.BY_RULE) == launch.BY_RULE
         launches.append(Launch(self, grid, args, warps, resident, constants, by_rule))
 

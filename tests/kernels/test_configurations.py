@@ -121,9 +121,10 @@ def test_the_results_are_those_of_this_source(results: dict[str, Any]) -> None:
 def test_a_program_has_no_more_threads_than_amd_allows() -> None:
     from overlapkit import launch
 
-    assert launch.options(32, True, amd=True) == {"num_warps": 16}
-    assert launch.options(8, True, amd=True) == {"num_warps": 8}
-    assert launch.options(32, True, amd=False) == {"num_warps": 32, "maxnreg": 64}
+    assert launch.options(32, 1, amd=True) == {"num_warps": 16}
+    assert launch.options(8, 1, amd=True) == {"num_warps": 8}
+    assert launch.options(32, 1, amd=False) == {"num_warps": 32, "maxnreg": 64}
+    assert launch.options(8, 3, amd=False) == {"num_warps": 8, "maxnreg": 80}
 
 
 def test_a_spill_is_wrong_by_rule_and_a_candidate_s_is_its_own_affair() -> None:

@@ -22,7 +22,7 @@ def kernels_on(machine: FakeCuda) -> Iterator[list[str]]:
     names: list[str] = []
     update = launcher.update
 
-    def run(self: launch.Kernel, grid: int, *args: Any, warps: int, resident: bool, **constants: Any) -> None:
+    def run(self: launch.Kernel, grid: int, *args: Any, warps: int, resident: int, **constants: Any) -> None:
         names.append(self.__name__)
         note(arg for arg in args if isinstance(arg, CudaTensor))
         raw = [a.raw if isinstance(a, CudaTensor) else a for a in args]

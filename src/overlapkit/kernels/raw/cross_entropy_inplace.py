@@ -208,7 +208,7 @@ def forward_and_gradient_(
         n_cols,
         *options.numbers,
         warps=block.warps,
-        resident=needy and (block.rows > 1 or not one_pass),
+        resident=int(needy and (block.rows > 1 or not one_pass)),
         HAS_SCALE=scale is not None,
         ONE_PASS=one_pass,
         **constants(weight, options, block),

@@ -31,6 +31,7 @@ def _backward(
     dy_stride,
     dsum_stride,
     x_stride,
+    dx_stride,
     n_rows,
     n_cols,
     n_programs,
@@ -66,17 +67,20 @@ def _backward(
             dbias += dy
         if HAS_WEIGHT:
             dy = dy * (weight.to(tl.float32) + offset)[None, :]
+        if CENTRED:  # after the other sum Triton 3.6 would spill in fp32
+            level = tl.sum(dy, axis=1) / n_cols
         slope = tl.sum(dy * xhat, axis=1) / n_cols
+        dx = dy - xhat * slope[:, None]
         if CENTRED:
-            dx = dy - xhat * slope[:, None] - (tl.sum(dy, axis=1) / n_cols)[:, None]
-        else:
-            dx = dy - xhat * slope[:, None]
+            dx -= level[:, None]
         dx = dx * rstd[:, None]
         if HAS_DSUM:  # the residual's gradient goes past the norm
             dx += tl.load(dsum_ptr + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0).to(
                 tl.float32
             )
-        tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            dx_ptr + rows[:, None] * dx_stride + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask
+        )
     share = program.to(tl.int64) * n_cols + cols
     if NEED_DWEIGHT:
         tl.store(dweight_ptr + share, tl.sum(dweight, axis=0), mask=cols < n_cols)
@@ -147,6 +151,7 @@ def _backward_columns(
     dy_stride,
     dsum_stride,
     x_stride,
+    dx_stride,
     n_rows,
     n_cols,
     n_groups,
@@ -187,7 +192,7 @@ def _backward_columns(
         dx *= rstd
         if HAS_DSUM:
             dx += tl.load(dsum_ptr + row * dsum_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + row * dx_stride + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     share = group.to(tl.int64) * n_cols + cols
     if NEED_DWEIGHT:
         tl.store(dweight_ptr + share, dweight, mask=mask)
@@ -225,7 +230,9 @@ def backward(
     w = rows if weight is None else weight.contiguous()
     inputs = (dy_rows, dsum_rows, rows, w, rstd if mean is None else mean, rstd)
     outputs = (dx, dweight, dbias)
-    numbers = (dy_rows.stride(0), dsum_rows.stride(0), rows.stride(0), n_rows, n_cols, n_shares, offset)
+    # dx has a stride of its own, as forward's y.
+    strides = (dy_rows.stride(0), dsum_rows.stride(0), rows.stride(0), n_cols)
+    numbers = (*strides, n_rows, n_cols, n_shares, offset)
     given: dict[str, Any] = {"CENTRED": mean is not None, "HAS_WEIGHT": weight is not None}
     flags: dict[str, Any] = given | {
         "HAS_DSUM": dsum is not None,
@@ -242,13 +249,13 @@ def backward(
             *outputs,
             *numbers,
             warps=block.warps,
-            resident=True,
+            resident=1,
             **flags,
             BLOCK_COLS=block.cols,
         )
     else:
         flags |= {"BLOCK_ROWS": block.rows, "BLOCK_COLS": block.cols}
-        _backward.launch(n_shares, *inputs, *outputs, *numbers, warps=block.warps, resident=True, **flags)
+        _backward.launch(n_shares, *inputs, *outputs, *numbers, warps=block.warps, resident=1, **flags)
     return dx, dweight.sum(0), dbias.sum(0)
 
 
@@ -258,6 +265,8 @@ def _means(
     """The first pass over wide rows (N, D): twice fp32 (N,), the second unset where nothing was centred."""
     slope, level = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
     numbers = (dy.stride(0), x.stride(0), *x.shape, offset)
+    # Of these a processor has room for three. Left to itself ptxas may spill, to make room for a fourth.
+    three = x.element_size() == 4 and given["HAS_WEIGHT"] and not given["CENTRED"]
     _row_means.launch(
         -(-x.shape[0] // 16),
         dy,
@@ -267,6 +276,7 @@ def _means(
         level,
         *numbers,
         warps=8,
+        resident=3 if three else 0,
         **given,
         BLOCK_ROWS=16,
         BLOCK_COLS=256,

@@ -27,6 +27,8 @@ def _forward(
     rstd_ptr,
     x_stride,
     residual_stride,
+    sum_stride,
+    y_stride,
     n_rows,
     n_cols,
     n_tiles,
@@ -55,7 +57,7 @@ def _forward(
                 residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0
             ).to(tl.float32)
             total = x.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + rows[:, None] * n_cols + cols[None, :], total, mask=mask)
+            tl.store(sum_ptr + rows[:, None] * sum_stride + cols[None, :], total, mask=mask)
             x = total.to(tl.float32)  # normalise what backward will read
         if CENTRED:
             mean = tl.sum(x, axis=1) / n_cols
@@ -68,7 +70,7 @@ def _forward(
             y = y * (weight.to(tl.float32) + offset)[None, :]
         if HAS_BIAS:
             y = y + bias.to(tl.float32)[None, :]
-        tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + rows[:, None] * y_stride + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @tuned()
@@ -105,6 +107,9 @@ def forward(
     block = tile(n_rows, n_cols, elements=4096, whole_rows=True)
     n_blocks = -(-n_rows // block.rows)
     n_tiles = _tiles(n_blocks, 1 if bias is None else 2, processors(x.device))
+    # Both are n_cols. Were they one argument, each thread would keep pointers to its own parts of both rows,
+    # and spill; of two, compilers make a pointer to each row, which all threads share.
+    sum_stride = y_stride = n_cols
     _forward.launch(
         -(-n_blocks // n_tiles),
         rows,
@@ -117,13 +122,15 @@ def forward(
         rstd,
         rows.stride(0),
         other.stride(0),
+        sum_stride,
+        y_stride,
         n_rows,
         n_cols,
         n_tiles,
         eps,
         offset,
         warps=block.warps,
-        resident=True,
+        resident=1,
         CENTRED=centred,
         HAS_RESIDUAL=residual is not None,
         HAS_WEIGHT=weight is not None,

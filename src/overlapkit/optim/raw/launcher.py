@@ -38,7 +38,7 @@ def update(
         table.live if sums is None else sums,
         table.live if norm is None else norm,
         warps=WARPS,
-        resident=True,
+        resident=1,
         KINDS=table.kinds,
         N_KINDS=len(table.kinds),
         HAS_SCALE=scale is not None,
@@ -59,7 +59,7 @@ def squares(table: Table, *, largest: bool = False) -> Tensor:
     kinds = {"KINDS": table.kinds, "N_KINDS": len(table.kinds), "LARGEST": largest}
     n_meshes = len(table.meshes)
     clipping.squares.launch(
-        table.programs, table.rows, table.live, sums, warps=WARPS, resident=True, N_MESHES=n_meshes, **kinds
+        table.programs, table.rows, table.live, sums, warps=WARPS, resident=1, N_MESHES=n_meshes, **kinds
     )
     return sums
 
@@ -70,5 +70,5 @@ def multiply(table: Table, sums: Tensor, *, largest: bool = False) -> Tensor:
     norm = torch.empty((), device=table.device)
     kinds = {"KINDS": table.kinds, "N_KINDS": len(table.kinds), "LARGEST": largest}
     tables = (table.rows, table.live)
-    clipping.multiply.launch(table.programs, *tables, sums, norm, warps=WARPS, resident=True, **kinds)
+    clipping.multiply.launch(table.programs, *tables, sums, norm, warps=WARPS, resident=1, **kinds)
     return norm
