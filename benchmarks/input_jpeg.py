@@ -8,7 +8,7 @@ do before its first step.
 
 Ours imports DALI after the constructor's call, in the background; a script with DALI alone has done so
 before. So the goal for the first batch counts the imports of both, all but torch's. Beside other work all
-hides that leaves the interpreter to it: reading and decoding do, importing DALI does not.
+hides that leaves the interpreter to it: reading and decoding do, and importing DALI does so in short turns.
 """
 
 import json

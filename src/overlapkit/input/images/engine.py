@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from overlapkit.extras import require
 from overlapkit.input.images.files import Files
+from overlapkit.input.images.importing import import_dali
 from overlapkit.input.images.job import Job
 
 
@@ -76,7 +76,7 @@ class Engine:
     """
 
     def __init__(self, recipe: Recipe, batch_size: int, threads: int, ahead: int) -> None:
-        dali = require("nvidia.dali", "images")
+        dali = import_dali()
         self._recipe = recipe
         self._ahead = ahead
         self._reading = _Runs(_read_pipeline(dali, batch_size, threads, ahead), ahead)
