@@ -503,7 +503,7 @@ def test_with_a_scaler_and_a_clipping_optimizer():
         return errors
 
     for errors in run_ranks(2, job):
-        assert max(errors) < 1e-7
+        assert max(errors) < 2.5e-7  # two steps of float32 between 1 and 2
 
 
 @pytest.mark.parametrize("on_the_gpu", [False, True])
