@@ -22,7 +22,6 @@ everything overlaps: max(compute, all bytes / bandwidth). Needs root and iproute
 import json
 import sys
 import tempfile
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -82,19 +81,20 @@ def main() -> int:
     if lacks := netlab.missing():
         print(f"not measured: {lacks}", file=sys.stderr)
         return 1
-    figures = measure([one for one in (QUICK if args.quick else SETTINGS) if args.only in one.name], args)
-    return finish(figures, args)
+    figures = measure([one for one in (QUICK if args.quick else SETTINGS) if args.only in one.name])
+    code = finish(figures, args)
+    if args.figure is not None:  # after the commit was noted: a new picture is a change of the checkout
+        drawn = [figure for figure in figures if figure.unit == "s" and " CPU" not in figure.name]
+        draw(args.figure, drawn, args.question)
+    return code
 
 
-def measure(settings: list[Setting], args: Namespace) -> list[Figure]:
+def measure(settings: list[Setting]) -> list[Figure]:
     """All figures, setting after setting."""
     figures: list[Figure] = []
     for setting in settings:
         print(f"{setting.name} ...", file=sys.stderr, flush=True)
         figures += figures_of(setting, run(setting))
-    if args.figure is not None:
-        drawn = [figure for figure in figures if figure.unit == "s" and " CPU" not in figure.name]
-        draw(args.figure, drawn, args.question)
     return figures
 
 
