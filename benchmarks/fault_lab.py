@@ -6,7 +6,6 @@ sleep, so that two cores hold four ranks, and so is every fault: how much it cos
 
 import contextlib
 import math
-import queue
 import re
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 import overlapkit as ok
 from overlapkit.checkpoint import job
 from overlapkit.input.packing import Packing
+from overlapkit.parallel import ring
 
 BLOCKS = 8
 FORWARD_S, BACKWARD_S = 0.015, 0.030  # of a block
@@ -278,20 +278,9 @@ FAULTS = (
 )
 
 
-class _Later:
-    """A collective whose result arrives when a slow link has let it through."""
-
-    def __init__(self) -> None:
-        self.future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Of the result."""
-        return self.future
-
-
 def _link(
     seconds: Callable[[int], float],
-) -> tuple[contextlib.AbstractContextManager[None], Callable[[], None]]:
+) -> tuple[contextlib.AbstractContextManager[Any], Callable[[], None]]:
     """Let each all-reduce of a bucket take so long more, one after the other.
 
     Args:
@@ -300,36 +289,14 @@ def _link(
     Returns:
         What is entered around the training, and what is called before each backward.
     """
-    plain, waiting, begun = dist.all_reduce, queue.SimpleQueue[Any](), [0]
+    plain, begun = ring.all_reduce, [0]
 
-    def carry() -> None:
-        while (job := waiting.get()) is not None:
-            work, tensor, number, later = job
-            work.wait()
-            time.sleep(seconds(number))
-            later.future.set_result([tensor])
-
-    def all_reduce(tensor: Tensor, *args: Any, async_op: bool = False, **options: Any) -> Any:
-        work = plain(tensor, *args, async_op=async_op, **options)
-        if not async_op or tensor.numel() < 128 * 128:
-            return work
-        later = _Later()
-        waiting.put((work, tensor, begun[0], later))
+    def all_reduce(*arguments: Any) -> None:  # the wrapper calls it in a thread of its own
+        plain(*arguments)
+        time.sleep(seconds(begun[0]))
         begun[0] += 1
-        return later
 
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        thread = threading.Thread(target=carry, name="slow link")
-        thread.start()
-        try:
-            with mock.patch.object(dist, "all_reduce", all_reduce):
-                yield
-        finally:
-            waiting.put(None)
-            thread.join()
-
-    return around(), lambda: begun.__setitem__(0, 0)
+    return mock.patch.object(ring, "all_reduce", all_reduce), lambda: begun.__setitem__(0, 0)
 
 
 def mistakes(fault: Fault, seconds: float, world: int, answers: list[dict[str, Any]]) -> list[str]:

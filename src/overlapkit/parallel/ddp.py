@@ -44,8 +44,7 @@ def replicate(
 
     The wrapper's `timings()` returns the `Span`s of the buckets reduced since its last call, each named
     after its first and last parameter, with `parameters` all of them, `ready` when this rank had the
-    gradients, and `start` when the reduction began (on the host, from three ranks on: when those before it
-    were done; what gloo itself sums begins when it is ready, with the time that it waits there).
+    gradients, and `start` when the reduction began (on the host: when those before it were done).
     "all_reduce tail" is the exposed part: from the moment the last bucket was ready until all are done,
     while backward has nothing left to compute. Recording takes DDP's communication hook, of which there is
     only one. Gradients are divided by the number of ranks and summed, as by DDP; on the host, over gloo, they

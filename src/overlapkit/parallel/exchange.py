@@ -30,11 +30,12 @@ def direct(group: dist.ProcessGroup) -> bool:
 
 
 def sums(group: dist.ProcessGroup) -> bool:
-    """Whether all-reduces of host tensors of this group are ours: over gloo, from three ranks on.
+    """Whether all-reduces of host tensors of this group are ours: over gloo, where there are others.
 
-    Two numbers have one sum in any order, so gloo's own is as good.
+    Of two ranks, too, whose sums have but one order: with gloo's own under way when its peer is killed, a
+    process was seen to abort at its exit.
     """
-    return direct(group) and group.size() > 2
+    return direct(group) and group.size() > 1
 
 
 _taken: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
