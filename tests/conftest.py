@@ -44,13 +44,10 @@ def no_lane_left_behind() -> Iterator[None]:
     """A test that leaves a thread of ours running fails: it would run into the next test."""
     before = set(threading.enumerate())
     yield
-    left = _lane_threads(before)
-    if left:
-        gc.collect()  # a lane in a reference cycle
-        deadline = time.monotonic() + GRACE_S
-        while left and time.monotonic() < deadline:
-            left[0].join(0.05)
-            left = _lane_threads(before)
+    deadline = time.monotonic() + GRACE_S
+    while (left := _lane_threads(before)) and time.monotonic() < deadline:
+        gc.collect()  # a lane in a reference cycle, which its last work may hold a moment longer
+        left[0].join(0.05)
     if left:
         names = ", ".join(thread.name for thread in left)
         pytest.fail(f"left behind: {names}; close() what the test made")
