@@ -30,7 +30,7 @@ class Queued:
 
 def times_of(monkeypatch: pytest.MonkeyPatch) -> BucketTimes:
     monkeypatch.setattr(buckets, "group_name", lambda group: "")
-    monkeypatch.setattr(buckets.exchange, "sums", lambda group: False)
+    monkeypatch.setattr(buckets.exchange, "direct", lambda group: False)
     monkeypatch.setattr(buckets, "roll_of", lambda group: mock.MagicMock())
     return BucketTimes({}, mock.Mock())
 
@@ -78,7 +78,7 @@ def test_only_a_future_that_is_done_once_it_is_queued_is_watched(
 def test_what_is_not_on_the_host_is_the_backends_to_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any device: a group may have gloo for the host beside another backend."""
     times, asked = times_of(monkeypatch), mock.Mock()
-    monkeypatch.setattr(times, "_sums", True)
+    monkeypatch.setattr(times, "_direct", True)
     monkeypatch.setattr(buckets.dist, "all_reduce", asked)
     sent = torch.ones(2, device="meta")
     times.sum(Reduction(("w",), (2,), 8, 0), sent)

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def truth(world: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_order_of_the_parameters_gives_each_the_same_bits(
     world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,17 +99,3 @@ def test_what_was_sent_has_left_when_it_is_over(monkeypatch: pytest.MonkeyPatch)
         return sum(sent), len(sent), left
 
     assert run_ranks(3, job) == [(404, 8, 8)] * 3  # parts of 67 + 34, in two halves, twice to two ranks
-
-
-def test_a_silent_rank_is_named_within_the_groups_timeout() -> None:
-    def job(rank: int) -> str:
-        group = dist.new_group(timeout=timedelta(seconds=1))
-        if rank == 1:
-            time.sleep(2)
-            return ""
-        with pytest.raises(RuntimeError) as caught:
-            ring.all_reduce(torch.ones(8), [8], group, 0)
-        return " ".join(caught.value.__notes__)
-
-    _, _, last = run_ranks(3, job)
-    assert last == "while receiving from rank 1 of the group"

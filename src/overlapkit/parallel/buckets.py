@@ -71,7 +71,7 @@ class BucketTimes:
         self._log = SpanLog()
         self._lock = threading.Lock()
         self._running = 0
-        self._sums = exchange.sums(group)
+        self._direct = exchange.direct(group)
         self._tags: tuple[int, int] | None = None  # from the first sum on: copies of one rank alone need none
         self._lane = Lane("all_reduce", lasting=False)
         self._tail: int | None = None
@@ -110,7 +110,7 @@ class BucketTimes:
 
     def sum(self, reduction: Reduction, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         """Begin to sum a bucket over the ranks, in place. Errors: in the future, or `reduction.error`."""
-        if not self._sums or sent.device.type != "cpu" or sent.layout != torch.strided:
+        if not self._direct or sent.device.type != "cpu" or sent.layout != torch.strided:
             work: dist.Work = dist.all_reduce(sent, group=self.group, async_op=True)
             return work.get_future()
         if self._tags is None:

@@ -29,15 +29,6 @@ def direct(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in dist.get_backend_config(group)
 
 
-def sums(group: dist.ProcessGroup) -> bool:
-    """Whether all-reduces of host tensors of this group are ours: over gloo, where there are others.
-
-    Of two ranks, too, whose sums have but one order: with gloo's own under way when its peer is killed, a
-    process was seen to abort at its exit.
-    """
-    return direct(group) and group.size() > 1
-
-
 _taken: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
@@ -133,6 +124,22 @@ def _add_up(
     return finish
 
 
+class Message(NamedTuple):
+    """One that is under way."""
+
+    work: dist.Work | None
+    doing: str
+
+    def wait(self) -> None:
+        """Until it has come, or has left. What goes wrong says what it was."""
+        assert self.work is not None  # it is for ranks outside of the group
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            error.add_note(f"while {self.doing}")
+            raise
+
+
 class _Messages:
     """What this rank sends to, and receives from, each other rank of a group; all under way at once."""
 
@@ -163,13 +170,13 @@ class _Messages:
             message.wait()
 
 
-def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> "Message":
+def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Message:
     """Begin to send a contiguous tensor on the host, which must stay as it is, to a rank of the group."""
     work = dist.isend(tensor, group=group, group_dst=peer, tag=_TAG + tag)
     return Message(work, f"sending to rank {peer} of the group")
 
 
-def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> "Message":
+def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> Message:
     """Begin to receive one from a rank of the group; of one tag they come in the order of `send`."""
     work = dist.irecv(tensor, group=group, group_src=peer, tag=_TAG + tag)
     return Message(work, f"receiving from rank {peer} of the group")
@@ -185,19 +192,3 @@ def hang_up(group: dist.ProcessGroup) -> None:
         work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_TAG - 1)
         assert work is not None
         work.wait(timedelta(milliseconds=1))
-
-
-class Message(NamedTuple):
-    """One that is under way."""
-
-    work: dist.Work | None
-    doing: str
-
-    def wait(self) -> None:
-        """Until it has come, or has left. What goes wrong says what it was."""
-        assert self.work is not None  # it is for ranks outside of the group
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            error.add_note(f"while {self.doing}")
-            raise

@@ -3,6 +3,9 @@
 A ring sums each part of a tensor from another rank on, so bits depend on the part (Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). gloo cuts the tensor as it
 lies: a parameter that moves within its bucket gets other bits. Here each parameter is cut for itself.
+
+Two ranks' sums have but one order. They come here, too: with gloo's own all-reduce under way when its peer
+was killed, a process was seen to abort at its exit.
 """
 
 from collections.abc import Sequence
@@ -26,10 +29,12 @@ def all_reduce(tensor: torch.Tensor, lengths: Sequence[int], group: dist.Process
     Args:
         tensor: Floating point, contiguous, on the host.
         lengths: Of the parameters in it, in order; their sum is n.
-        group: The ranks, at least two.
+        group: The ranks.
         tag: Of `exchange.new_tags`.
     """
     ranks = group.size()
+    if ranks == 1:
+        return
     large: list[torch.Tensor] = []
     small: list[torch.Tensor] = []
     for parameter in tensor.split(list(lengths)):

@@ -119,12 +119,11 @@ class _Probe:
         }
         tags = self._tags
         if tags is not None and exchange.direct(group):  # what `shard` and `replicate` do there
-            collectives |= {
+            collectives = {
                 "all_gather": lambda: exchange.gather(torch.empty_like(whole), part, group, tags[0])(),
                 "reduce_scatter": lambda: exchange.reduce(part, whole, group, tags[1], average=True)(),
+                "all_reduce": lambda: ring.all_reduce(whole, [whole.numel()], group, tags[0]),
             }
-            if exchange.sums(group):
-                collectives["all_reduce"] = lambda: ring.all_reduce(whole, [whole.numel()], group, tags[0])
         return collectives
 
     def _time(self, collective: Callable[[], Any]) -> float:
