@@ -6,6 +6,7 @@ bucket, as gloo's do from three ranks on, a restarted job would get other bits. 
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,9 @@ class BucketTimes:
         self._direct = exchange.direct(group)
         self._tags: tuple[int, int] | None = None  # from the first sum on: copies of one rank alone need none
         self._lane = Lane("all_reduce", lasting=False)
+        # What Python does when gloo is done it does here: in gloo's own thread it might let go of the last of
+        # a process group, which aborts the process.
+        self._waiting = Lane("all_reduce-wait", lasting=False)
         self._tail: int | None = None
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
@@ -110,28 +114,45 @@ class BucketTimes:
 
     def sum(self, reduction: Reduction, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         """Begin to sum a bucket over the ranks, in place. Errors: in the future, or `reduction.error`."""
-        if not self._direct or sent.device.type != "cpu" or sent.layout != torch.strided:
+        if sent.device.type != "cpu":
             work: dist.Work = dist.all_reduce(sent, group=self.group, async_op=True)
             return work.get_future()
+        if not self._direct or sent.layout != torch.strided:
+            work = dist.all_reduce(sent, group=self.group, async_op=True)
+            return self._in(self._waiting, reduction, lambda: work.get_future().wait())
         if self._tags is None:
             self._tags = exchange.new_tags(self.group)
         group, tags = self.group, self._tags
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 
-        def add_up() -> None:
+        def add_up() -> list[torch.Tensor]:
             reduction.start = time.perf_counter_ns()
-            try:
-                if sent.dtype in (torch.float32, torch.float64):
-                    ring.all_reduce(sent, reduction.lengths, group, tags[0])
-                else:  # a ring would round at each rank
-                    exchange.all_reduce(sent, group, tags)
-            except BaseException as error:  # whatever it is, backward waits for the future
-                reduction.error = error
-            future.set_result([sent])
+            if sent.dtype in (torch.float32, torch.float64):
+                ring.all_reduce(sent, reduction.lengths, group, tags[0])
+            else:  # a ring would round at each rank
+                exchange.all_reduce(sent, group, tags)
+            return [sent]
 
-        self._lane.submit(add_up)
+        future = self._in(self._lane, reduction, add_up)
         with record_function("gloo:all_reduce") as noted:  # torch's profiler does not look into the lane
             return noted._call_end_callbacks_on_future(future)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _in(
+        lane: Lane, reduction: Reduction, work: Callable[[], list[torch.Tensor]]
+    ) -> torch.futures.Future[list[torch.Tensor]]:
+        """Begin work in a lane; what it raises goes to the reduction."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def run() -> None:
+            found: list[torch.Tensor] = []
+            try:
+                found = work()
+            except BaseException as error:  # whatever it is, backward waits for the future
+                reduction.error = error
+            future.set_result(found)
+
+        lane.submit(run)
+        return future
 
     def watch(
         self, future: torch.futures.Future[Any], device: torch.device, reduction: Reduction, last: bool
