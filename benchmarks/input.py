@@ -1,9 +1,10 @@
 """Is the input always ready, and what does it cost?
 
-    python benchmarks/input.py [jpeg|tokens|overlap|overhead ...] [--quick] [--json PATH] [--png PATH]
+    python benchmarks/input.py [jpeg|tokens|cold|overlap|overhead ...] [--quick] [--json PATH] [--png PATH]
 
-Four parts: photographs to batches (input_jpeg.py), tokens to batches (input_tokens.py), reading beside a
-step (input_overlap.py), and what wrapping costs (input_overhead.py), each of which says how it measures.
+Five parts: photographs to batches (input_jpeg.py), tokens to batches (input_tokens.py), and those that are on
+disk alone (input_cold.py), reading beside a step (input_overlap.py), and what wrapping costs
+(input_overhead.py), each of which says how it measures.
 The peers are pip install -e '.[bench]' and, for SPDL, FFmpeg's libraries (apt-get install ffmpeg); a peer
 that is missing is reported as not measured. All parts take about twelve minutes on two cores.
 """
@@ -11,6 +12,7 @@ that is missing is reported as not measured. All parts take about twelve minutes
 import argparse
 import sys
 
+import input_cold
 import input_jpeg
 import input_overhead
 import input_overlap
@@ -22,6 +24,7 @@ from overlapkit.device import as_device
 PARTS = {
     "jpeg": input_jpeg.measure,
     "tokens": input_tokens.measure,
+    "cold": input_cold.measure,
     "overlap": input_overlap.measure,
     "overhead": input_overhead.measure,
 }

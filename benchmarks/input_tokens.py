@@ -1,7 +1,8 @@
 """Tokens to training batches: ours beside DataLoader over a memory map, in GB/s of tokens.
 
 1 GiB of uint16 tokens (the sources of the Python standard library, repeated) becomes shuffled batches of
-32 windows of 1,024 tokens and one more. Each variant goes on where its last turn ended, so that workers
+32 windows of 1,024 tokens and one more, and of 8 windows of 4,096 and one: how far rows at random places fall
+behind one long copy depends on their length. Each variant goes on where its last turn ended, so that workers
 keep running; a turn of a slow one takes fewer bytes. All read on one core, as beside a training step. The
 limit is numpy's copy of the whole file's pages to memory. The DataLoaders' dataset is what most training
 scripts have: it slices a memory map, converts to int64 on the host, and gives inputs and targets. How much of
@@ -27,6 +28,7 @@ import overlapkit as ok
 from harness import Figure, Measurement, alternate, returned_seconds, torch_threads
 
 WINDOW, BATCH = 1024, 32
+SETTINGS = {"tokens": (WINDOW, BATCH), "tokens in windows of 4,096": (4096, 8)}
 TOKEN_BYTES = 2
 MEMCPY, OURS, LOADER = "memcpy", "ours", "ours through DeviceLoader"
 STATEFUL = "StatefulDataLoader, 1 worker"
@@ -83,13 +85,16 @@ def measure(quick: bool, device: torch.device) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="tokens-") as folder, torch_threads(1):
         size = 2**26 if quick else 2**30
         tokens = write_tokens(Path(folder), size // TOKEN_BYTES)
-        streams = {
-            name: Stream(source, size if name in (OURS, LOADER) else size // 16, device)
-            for name, source in sources(Path(folder), tokens, WINDOW, BATCH, device).items()
-        }
-        turns: dict[str, Callable[[], object]] = {MEMCPY: memcpy(tokens), **streams}
-        took = alternate(turns, rounds=3 if quick else 9, warmup=1, timer=returned_seconds)
-        return figures(took, streams)
+        found: list[Figure] = []
+        for what, (window, batch) in SETTINGS.items():
+            streams = {
+                name: Stream(source, size if name in (OURS, LOADER) else size // 16, device)
+                for name, source in sources(Path(folder), tokens, window, batch, device).items()
+            }
+            turns: dict[str, Callable[[], object]] = {MEMCPY: memcpy(tokens), **streams}
+            took = alternate(turns, rounds=3 if quick else 9, warmup=1, timer=returned_seconds)
+            found += figures(took, streams, what)
+        return found
 
 
 def write_tokens(folder: Path, count: int) -> np.ndarray:
@@ -152,32 +157,32 @@ def memcpy(tokens: np.ndarray) -> Callable[[], float]:
     return seconds
 
 
-def figures(took: dict[str, Measurement], streams: dict[str, Stream]) -> list[Figure]:
-    """Rates, ours beside memcpy and beside the fastest DataLoader."""
+def figures(took: dict[str, Measurement], streams: dict[str, Stream], what: str = "tokens") -> list[Figure]:
+    """Rates, ours beside memcpy and beside the fastest DataLoader; names begin with `what`."""
+
+    def rate(taken: Measurement, peer: Measurement, goal: float | None) -> Figure:
+        low, high = taken.quartiles
+        beside = f" beside {peer.name}" if goal else ""
+        return Figure(
+            f"{what}, {taken.name}{beside}",
+            1 / taken.median,
+            "GB/s",
+            "higher",
+            peer=None if peer is taken else peer.name,
+            peer_value=None if peer is taken else 1 / peer.median,
+            ratio_limit=goal,
+            spread=(1 / high, 1 / low),
+        )
+
     best = min((took[name] for name in took if name.startswith("DataLoader")), key=lambda one: one.median)
-    rows = [_rate(took[MEMCPY], took[MEMCPY], None)]
-    rows += [_rate(took[OURS], took[MEMCPY], 1 / 3), _rate(took[OURS], best, 20)]
-    rows += [_rate(one, took[MEMCPY], None) for name, one in took.items() if name not in (MEMCPY, OURS)]
+    rows = [rate(took[MEMCPY], took[MEMCPY], None)]
+    rows += [rate(took[OURS], took[MEMCPY], 1 / 3), rate(took[OURS], best, 20)]
+    rows += [rate(one, took[MEMCPY], None) for name, one in took.items() if name not in (MEMCPY, OURS)]
     if STATEFUL not in took:
-        rows.append(Figure(f"tokens, {STATEFUL} (pip install torchdata)", None, "GB/s", "higher"))
+        rows.append(Figure(f"{what}, {STATEFUL} (pip install torchdata)", None, "GB/s", "higher"))
     width = streams[OURS].bytes_per_token
-    rows.append(Figure("bytes a token on the host, ours", width, "B", "lower", limit=TOKEN_BYTES))
+    rows.append(Figure(f"{what}, bytes a token on the host, ours", width, "B", "lower", limit=TOKEN_BYTES))
     return rows
-
-
-def _rate(taken: Measurement, peer: Measurement, goal: float | None) -> Figure:
-    low, high = taken.quartiles
-    beside = f" beside {peer.name}" if goal else ""
-    return Figure(
-        f"tokens, {taken.name}{beside}",
-        1 / taken.median,
-        "GB/s",
-        "higher",
-        peer=None if peer is taken else peer.name,
-        peer_value=None if peer is taken else 1 / peer.median,
-        ratio_limit=goal,
-        spread=(1 / high, 1 / low),
-    )
 
 
 def _endless(source: Iterable[Any]) -> Iterator[Any]:

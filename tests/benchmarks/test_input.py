@@ -29,4 +29,4 @@ def test_a_part_by_itself(tmp_path: Path) -> None:
 def test_a_part_that_there_is_not() -> None:
     ran = _run("jpegs")
     assert ran.returncode == 2
-    assert "PART='jpegs': choose from jpeg, tokens, overlap, overhead" in ran.stderr
+    assert "PART='jpegs': choose from jpeg, tokens, cold, overlap, overhead" in ran.stderr

@@ -60,7 +60,7 @@ def test_int64_on_the_host_is_seen() -> None:
     stream()
     assert stream.bytes_per_token == 8
     rows = input_tokens.figures(_took(ours=1.0), {OURS: stream})
-    assert {row.name: row.met for row in rows}["bytes a token on the host, ours"] is False
+    assert {row.name: row.met for row in rows}["tokens, bytes a token on the host, ours"] is False
 
 
 def test_goals() -> None:

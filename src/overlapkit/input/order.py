@@ -83,7 +83,8 @@ class Order:
     def samples(self, epoch: int, position: int, start: int, stop: int) -> np.ndarray:
         """This rank's samples number `start` to `stop`, int64, of a pass that began at `position`."""
         places = position + np.arange(start, stop, dtype=np.int64) * self.world + self.rank
-        places %= self.size  # beyond the end: those that are repeated
+        if len(places) and places[-1] >= self.size:  # beyond the end: those that are repeated
+            places %= self.size
         return self.at(epoch, places)
 
     def at(self, epoch: int, places: np.ndarray) -> np.ndarray:

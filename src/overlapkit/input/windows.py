@@ -11,9 +11,13 @@ import torch
 from overlapkit.input.address_range import map_files
 from overlapkit.input.documents import PackedTokens, write_documents
 from overlapkit.input.landing import Empty, host_memory
+from overlapkit.input.paging import Paging
 from overlapkit.input.shards import OFFSETS, Shard, check_offsets, check_unchanged
 
 Batch = torch.Tensor | PackedTokens
+
+_STRETCH_BITS = 16
+"""Windows are cut into at most 2 to this power stretches; the shard of each one's first is known."""
 
 
 @dataclass(slots=True)
@@ -47,6 +51,7 @@ class Windows:
         shards: As `find_shards` returns them, with offsets where `documents` needs them.
         window: T, inputs in a window.
         documents: Whether rows tell documents apart.
+        shuffled: Whether they are read in no order that the kernel could foresee.
 
     Attributes:
         count: How many windows there are.
@@ -59,7 +64,7 @@ class Windows:
         ValueError: A shard's offsets are not sound, or not there though `documents` needs them.
     """
 
-    def __init__(self, shards: Sequence[Shard], window: int, documents: bool) -> None:
+    def __init__(self, shards: Sequence[Shard], window: int, documents: bool, shuffled: bool) -> None:
         size = shards[0].dtype.itemsize
         self.length = window + 1
         self.dtype = torch.uint16 if size == 2 else torch.uint32
@@ -68,6 +73,9 @@ class Windows:
         counts = np.array([max(0, shard.tokens - 1) // window for shard in shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
         self.count = int(counts.sum())
+        self._shift = max(0, self.count.bit_length() - _STRETCH_BITS)
+        stretches = np.arange(0, self.count, 1 << self._shift)
+        self._shard_at = np.searchsorted(self._ends, stretches, side="right")
         memory, bases = map_files([(shard.path, shard.nbytes) for shard in shards])
         self._tokens = memory.view(shards[0].dtype)
         tokens = torch.from_numpy(self._tokens)
@@ -85,6 +93,7 @@ class Windows:
         self._document_counts = np.array([shard.documents or 0 for shard in shards], dtype=np.int64)
         if documents:
             self._check_documents()
+        self._paging = Paging(memory, size, self.length * size) if shuffled else None
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -108,7 +117,9 @@ class Windows:
 
     def locate(self, samples: np.ndarray, epoch: np.ndarray | None = None) -> Places:
         """Find windows, int64 (n,), each in [0, count), the same in every epoch. Thousands are cheap."""
-        shard = np.searchsorted(self._ends, samples, side="right")
+        shard = self._shard_at[samples >> self._shift]  # 5 ns a sample, a bisection 12 to 90
+        beyond = samples >= self._ends[shard]
+        shard[beyond] = np.searchsorted(self._ends, samples[beyond], side="right")
         start = self._zeroth[shard] + samples * (self.length - 1)
         ends = start + np.array([[0], [self.length - 1]])
         if not self.documents:
@@ -127,7 +138,7 @@ class Windows:
     def read(self, places: Places, empty: Empty) -> Batch:
         """A batch of a row for each place: one gather, whatever shards they are in."""
         if empty is host_memory and not self.documents:
-            self._touch(places)
+            self._bring(places)
             # To numpy a row is one value: 610 ns, not torch's 680, at 2 KB; but in memory of its own alone.
             tokens = self._void_rows[places.ends[0]].view(self._tokens.dtype)
             return torch.from_numpy(tokens.reshape(len(places), self.length))
@@ -152,15 +163,17 @@ class Windows:
 
     def fill(self, batch: Batch, places: Places) -> None:
         """Put the rows into memory that is there."""
-        self._touch(places)
+        self._bring(places)
         tokens = batch.tokens if isinstance(batch, PackedTokens) else batch
         torch.index_select(self._rows, 0, torch.from_numpy(places.ends[0]), out=tokens)
         if isinstance(batch, PackedTokens):
             assert places.documents is not None
             write_documents(batch, self._offsets, *places.documents)
 
-    def _touch(self, places: Places) -> None:
+    def _bring(self, places: Places) -> None:
         """Read the ends of all rows first, so that misses overlap: up to a quarter of the time at 2 KB."""
+        if self._paging is not None:
+            self._paging.ask(places.ends[0])
         self._tokens.take(places.ends)
 
     def _check_documents(self) -> None:
