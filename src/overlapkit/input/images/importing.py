@@ -1,17 +1,11 @@
 """DALI's import, beside a script that goes on meanwhile: a third of a second of Python."""
 
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from overlapkit.extras import require
+from overlapkit.input.turns import ShortTurns
 
-_SWITCH_S = 2e-4
-"""For how long the importing thread keeps the interpreter where another one wants it."""
-
-_one_at_a_time = threading.Lock()  # else a second one would take the first one's interval for the usual
+_TURN_S = 2e-4
 
 
 def import_dali() -> Any:
@@ -22,17 +16,8 @@ def import_dali() -> Any:
     Raises:
         ImportError: DALI is missing.
     """
-    with _one_at_a_time, _short_turns():
-        return require("nvidia.dali", "images")
-
-
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _SWITCH_S))
-    ours = sys.getswitchinterval()
+    turns = ShortTurns(_TURN_S)
     try:
-        yield
+        return require("nvidia.dali", "images")
     finally:
-        if sys.getswitchinterval() == ours:  # else somebody has set it meanwhile
-            sys.setswitchinterval(before)
+        turns.end()
