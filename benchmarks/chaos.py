@@ -75,9 +75,9 @@ def main() -> int:
             print(f"the logs are in {root}", file=sys.stderr)
         else:
             shutil.rmtree(root)
-    code = finish(figures(outcomes, lacks), args)
-    if args.figure:  # after the commit was noted: a new picture is a change of the checkout
+    if args.figure:
         draw(args.figure, outcomes)
+    code = finish(figures(outcomes, lacks), args)
     if args.json:
         told = {outcome.title(): outcome.story() for outcome in outcomes}
         write_json(args.json, json.loads(args.json.read_text()) | {"runs": told})

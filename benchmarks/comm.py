@@ -82,11 +82,10 @@ def main() -> int:
         print(f"not measured: {lacks}", file=sys.stderr)
         return 1
     figures = measure([one for one in (QUICK if args.quick else SETTINGS) if args.only in one.name])
-    code = finish(figures, args)
-    if args.figure is not None:  # after the commit was noted: a new picture is a change of the checkout
+    if args.figure is not None:
         drawn = [figure for figure in figures if figure.unit == "s" and " CPU" not in figure.name]
         draw(args.figure, drawn, args.question)
-    return code
+    return finish(figures, args)
 
 
 def measure(settings: list[Setting]) -> list[Figure]:

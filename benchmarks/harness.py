@@ -214,7 +214,7 @@ def parser(question: str) -> argparse.ArgumentParser:
         question: What the benchmark answers; the help's text and the table's title.
     """
     options = argparse.ArgumentParser(description=question)
-    options.set_defaults(question=question)
+    options.set_defaults(question=question, commit=machine.commit())  # pictures are changes of the checkout
     options.add_argument("--quick", action="store_true", help="a short run, under a minute on two cores")
     options.add_argument("--json", type=new_file, metavar="PATH", help="write the report here")
     options.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU where there is one)")
@@ -263,7 +263,7 @@ def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, An
         "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "quick": args.quick,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": machine.commit(),
+        "commit": args.commit,
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "threads": torch.get_num_threads(),

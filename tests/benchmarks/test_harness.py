@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import harness
+import machine
 from harness import Figure, Measurement, alternate, finish, parser, time_figure, timer_for
 
 
@@ -154,9 +155,11 @@ def test_exit_codes(limits, code, capsys):
     assert ("MISSED" in shown) == (code == 3)
 
 
-def test_the_report_holds_what_the_design_says(tmp_path):
+def test_the_report_holds_what_the_design_says(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
+    monkeypatch.setattr(machine, "commit", lambda: "as it began")
     args = parser("Does it?").parse_args(["--quick", "--json", str(path)])
+    monkeypatch.setattr(machine, "commit", lambda: "dirty from what it drew")
     figures = [
         Figure("a", 1.0, "ms", "lower", peer="p", peer_value=2.0, ratio_limit=0.9, spread=(0.9, 1.1)),
         Figure("b", None, "GB/s"),
@@ -169,7 +172,7 @@ def test_the_report_holds_what_the_design_says(tmp_path):
     assert report["versions"]["torch"] == torch.__version__
     assert report["hardware"]["cores"] >= 1
     assert report["hardware"]["memory_gib"] > 0
-    assert report["commit"]
+    assert report["commit"] == "as it began"
     first, second = report["figures"]
     assert {"name", "value", "unit", "peer", "ratio", "goal", "met"} <= first.keys() == second.keys()
     assert (first["ratio"], first["goal"], first["met"]) == (0.5, "<= 0.9 x p", True)
