@@ -3,6 +3,7 @@
 DALI names no file when one cannot be decoded: it fails the whole batch, and every batch after it.
 """
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,9 @@ class Supply:
             except Exception as error:
                 self._suspect(error)
                 return self._take_suspect()
+            # DALI's threads begin the next batch now, each its part, and all wait for the last of them: one
+            # must not queue for a core behind the milliseconds of Python that feed what comes later
+            os.sched_yield()
             self._fill()
             return taken
 
