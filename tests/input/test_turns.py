@@ -3,13 +3,10 @@
 import gc
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from overlapkit.input.images import importing
 from overlapkit.input.loader import DeviceLoader
 from overlapkit.input.turns import ShortTurns
 
@@ -85,31 +82,4 @@ def test_while_a_reader_works(end: str, usual: float) -> None:
         loader.close()
     del iterator  # which closes it
     gc.collect()
-    assert sys.getswitchinterval() == usual
-
-
-def test_while_dali_is_imported(monkeypatch: pytest.MonkeyPatch, usual: float) -> None:
-    def during(module: str, extra: str) -> Any:
-        found = sys.getswitchinterval()
-        if extra == "":
-            raise ImportError("gone")
-        return found
-
-    monkeypatch.setattr(importing, "require", during)
-    assert importing.import_dali() == pytest.approx(2e-4)
-    assert sys.getswitchinterval() == usual
-    monkeypatch.setattr(importing, "require", lambda module, extra: during(module, ""))
-    with pytest.raises(ImportError, match="gone"):
-        importing.import_dali()
-    assert sys.getswitchinterval() == usual
-
-
-def test_imports_in_two_threads(monkeypatch: pytest.MonkeyPatch, usual: float) -> None:
-    met = threading.Barrier(2)
-    monkeypatch.setattr(importing, "require", lambda module, extra: met.wait(30))
-    both = [threading.Thread(target=importing.import_dali) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join(30)
     assert sys.getswitchinterval() == usual
