@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import overlapkit.checkpoint.stage as stage_module
 from overlapkit.checkpoint import Checkpointer, CheckpointError
+from overlapkit.checkpoint.copying import Portion
 from overlapkit.checkpoint.late import WITNESSES
 from overlapkit.lane import Lane
 
@@ -66,15 +66,14 @@ def test_each_optimizer_state_changed_while_it_is_copied_fails_the_save(
     checkpointer, state, place, monkeypatch
 ):
     begun, go_on = threading.Event(), threading.Event()
-    real = stage_module._copy
+    real = Portion.copy
 
-    def slow(targets, sources, queued):
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            go_on.wait(20)
-        real(targets, sources, queued)
+    def slow(portion, memory):
+        begun.set()
+        go_on.wait(20)
+        real(portion, memory)
 
-    monkeypatch.setattr(stage_module, "_copy", slow)
+    monkeypatch.setattr(Portion, "copy", slow)
     save = checkpointer.save(2, state)
     assert begun.wait(20)
     moments(state)[place].add_(1)

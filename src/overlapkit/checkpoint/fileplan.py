@@ -44,8 +44,8 @@ class FilePlan:
         self._slots = slots
         self._left_out = left_out
         written = [place for place, slot in enumerate(slots) if slot.alias is None]
-        # the widest dtypes first: so each tensor is aligned
-        self._order = sorted(written, key=lambda place: _RANK_OF[slots[place].dtype])
+        # the widest dtypes first: so each tensor is aligned; what is copied together is together
+        self._order = sorted(written, key=lambda place: (_RANK_OF[slots[place].dtype], not slots[place].late))
         self._in_file = [slots[place] for place in self._order]
         sizes = [slot.nbytes for slot in self._in_file]
         self._starts = list(itertools.accumulate(sizes, initial=0))[:-1]

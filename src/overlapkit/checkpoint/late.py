@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from overlapkit.checkpoint.copying import portions
 from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.pieces import Piece
 
@@ -50,14 +51,18 @@ class Late:
     Attributes:
         data: The live memory.
         nbytes: Of all of it.
+        portions: The same as a thread copies it: to where it goes in the file.
         queued: Whether it is on the CUDA device whose lane copies it.
         at_save: The counters that are read inside the save.
         at_copy: Those that are read when the copy begins.
     """
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[Piece], starts: Sequence[int], device: torch.device) -> None:
         self.data = [piece.data for piece in pieces]
         self.nbytes = sum(piece.slot.nbytes for piece in pieces)
+        self._starts = starts
+        self._on_cpu = device.type == "cpu"
+        self.portions = portions(self.data, starts) if self._on_cpu else []
         self.queued = [device.type == "cuda" and piece.data.device == device for piece in pieces]
         self._names = [piece.slot.name for piece in pieces]
         places = range(0, len(pieces), max(1, -(-len(pieces) // WITNESSES)))
@@ -95,6 +100,8 @@ class Late:
                     )
                 self.data[place] = memory.detach()
         self._addresses = addresses
+        if self._on_cpu:
+            self.portions = portions(self.data, self._starts)
 
 
 class _Memory:

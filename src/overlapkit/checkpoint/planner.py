@@ -117,7 +117,8 @@ def _plan(fixed: Inventory, outline: Outline, loose: Inventory) -> _Known:
     plan = FilePlan([piece.slot for piece in pieces], fixed.left_out + loose.left_out)
     on_cuda = (piece.data.device for piece in pieces if piece.slot.device == "cuda")
     device = next(on_cuda, torch.device("cpu"))
-    late = Late([pieces[place] for place in plan.late], device)
+    start_of = {place: start for start, place in plan.in_file()}
+    late = Late([pieces[place] for place in plan.late], [start_of[place] for place in plan.late], device)
     now = [pieces[place].data for place in plan.now if place < len(fixed.pieces)]
     return _Known(fixed, outline, plan, late, now, _kind_of(loose), device)
 

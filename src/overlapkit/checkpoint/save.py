@@ -57,7 +57,19 @@ class Save:
             TimeoutError: It is not within `timeout` seconds.
             Exception: Whatever made the save fail.
         """
+        if timeout is None:
+            self._help()
         self.committed.wait(timeout)
+
+    def _settle(self) -> None:
+        """Wait until it is committed, or has failed."""
+        self._help()
+        self.committed.settle()
+
+    def _help(self) -> None:
+        """Whoever waits has time to copy, too."""
+        if self._staging is not None:
+            self._staging.help()
 
 
 def not_due(step: int) -> Save:
@@ -96,7 +108,7 @@ class Unfinished:
     def settle(self) -> None:
         """Wait until none is pending; raise nothing."""
         for save in self._pending:
-            save.committed.settle()
+            save._settle()
         self._collect()
 
     def surface(self, before: Save | None = None) -> None:

@@ -52,7 +52,7 @@ class Saver:
             save = self._begin(number, step, state, metrics)
             self._unfinished.add(save)
             if block:
-                save.committed.settle()
+                save._settle()
         save._blocked_s = (time.perf_counter_ns() - start) / 1e9
         return save
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from overlapkit.checkpoint.copying import Portion, SharedCopy
 from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.fileplan import FilePlan, Views
+from overlapkit.checkpoint.late import Late
 from overlapkit.checkpoint.planner import Share
 from overlapkit.lane import Lane, Ticket
 from overlapkit.optimizer_step import before_update
@@ -27,10 +29,12 @@ class Staging:
     Attributes:
         ticket: Done when everything is in host memory.
         stall_s: Seconds for which the optimizer's step was held up.
+        shared: The late copy, where a thread makes it.
     """
 
     def __init__(self, share: Share) -> None:
         self.ticket: Ticket[None]
+        self.shared: SharedCopy | None = None
         self.stall_s = 0.0
         self._share: Share | None = share
         self._at_save = share.late.at_save.read()
@@ -39,13 +43,13 @@ class Staging:
         self._lock = threading.Lock()
         self._buffer: PinnedBuffer | None = None
 
-    def begin(self) -> list[torch.Tensor]:
-        """The live memory of what is copied late, from now on."""
+    def begin(self) -> Late:
+        """What is copied late, as it is from now on."""
         assert self._share is not None
         late = self._share.late
         late.follow()
         self._at_copy = late.at_copy.read()
-        return late.data
+        return late
 
     def seal(self) -> None:
         """Look, once, whether something has changed what is copied late since `save()`.
@@ -72,6 +76,10 @@ class Staging:
                 f"changed outside of optimizer.step() while they were being copied: {names}: wait for "
                 "save(...).staged before changing parameters by hand, or use Checkpointer(stage='now')"
             )
+        return self.target()
+
+    def target(self) -> torch.Tensor:
+        """The buffer that `take` borrowed, uint8 (nbytes,)."""
         assert self._share is not None
         assert self._buffer is not None
         return self._buffer.bytes(self._share.plan.nbytes)
@@ -83,6 +91,11 @@ class Staging:
         if self._buffer is None:
             self._buffer = ring.take(max(1, plan.nbytes))  # nothing but empty tensors
         return plan.views(self._buffer.bytes(plan.nbytes))
+
+    def help(self) -> None:
+        """Copy beside the lane, where that is a thread: for who would only wait for it."""
+        if self.shared is not None:
+            self.shared.help()
 
     def release(self) -> None:
         """Give the buffer back and let go of the state's tensors."""
@@ -175,7 +188,9 @@ class Stager:
             if beside:
                 for optimizer in share.optimizers:
                     self._hook(optimizer)
-                copy = _late_copy(staging, share, lane, ring, aside)
+                if lane.kind == "thread":
+                    staging.shared = SharedCopy()
+                copy = _late_copy(staging, share, ring, aside)
                 ticket = lane.submit(copy, name="stage", bytes=share.late.nbytes)
                 staging.ticket = _Staged(ticket, staging)
                 self._active.append(staging)
@@ -237,6 +252,7 @@ class Stager:
         else:
             waiting = self._log.host(LANE, "wait for staging", exposed=True)
         with waiting:
+            staging.help()
             staging.ticket.fence()  # a failed copy fails the save, never the step
 
     def _hook(self, optimizer: Optimizer) -> None:
@@ -272,18 +288,22 @@ def _copy_now(staging: Staging, share: Share, ring: PinnedRing, *, on_cuda: bool
 
 
 def _late_copy(
-    staging: Staging, share: Share, lane: Lane, ring: PinnedRing, aside: list[torch.Tensor]
+    staging: Staging, share: Share, ring: PinnedRing, aside: list[torch.Tensor]
 ) -> Callable[[], None]:
     """The lane's work. On a CUDA lane it only queues copies, and looking for changes must wait."""
-    queued = lane.kind == "cuda"
+
+    def begin() -> tuple[torch.Tensor, list[Portion]]:
+        staging.take(ring)
+        return staging.target(), staging.begin().portions
 
     def copy() -> None:
-        late_views, now_views = staging.take(ring)
-        _copy(late_views, staging.begin(), share.late.queued)
+        if staging.shared is None:
+            _copy(staging.take(ring)[0], staging.begin().data, share.late.queued)
+            return
+        staging.shared.run(begin)
         if aside:
-            _copy(now_views, aside, [False] * len(aside))
-        if not queued:
-            staging.seal()
+            _copy(staging.take(ring)[1], aside, [False] * len(aside))
+        staging.seal()
 
     return copy
 

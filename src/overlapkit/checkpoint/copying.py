@@ -1,0 +1,114 @@
+"""Copying tensors into one stretch of host memory, past the caches, and by two threads at once.
+
+`torch.cat` copies as the C library's memcpy does; `copy_` reads each line of its target before it writes it.
+memcpy does not where a source is long (glibc: from 3/4 of a thread's share of the last cache on): on an Intel
+Xeon where that is 19 MiB, one thread copies 10 GB/s so, and 5.5 GB/s with `copy_`. Shorter ones memcpy copies
+with 6 GB/s there, in one call for many, in which the interpreter's lock is free.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+_AT_ONCE = 16 << 20  # bytes of short tensors that are copied by one call
+_PART = 32 << 20  # the least that a long one is cut into, so that two threads end together
+
+
+class Portion(NamedTuple):
+    """What is copied at once.
+
+    Attributes:
+        start: Where it goes, in bytes.
+        stop: The end of that.
+        sources: Flat bytes, one after the other; or one tensor whose values lie in another order.
+    """
+
+    start: int
+    stop: int
+    sources: list[torch.Tensor]
+
+    def copy(self, memory: torch.Tensor) -> None:
+        """Copy it into memory, uint8 (n,)."""
+        target, source = memory[self.start : self.stop], self.sources[0]
+        if _is_bytes(source):
+            torch.cat(self.sources, out=target)
+        else:
+            target.view(source.dtype).view(source.shape).copy_(source)
+
+
+def portions(tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> list[Portion]:
+    """What copies tensors of the CPU, none of them empty, to these places in memory."""
+    found: list[Portion] = []
+    for start, tensor in sorted(zip(starts, tensors, strict=True), key=lambda pair: pair[0]):
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            found.append(Portion(start, start + tensor.nbytes, [tensor]))
+            continue
+        flat = tensor.view(-1).view(torch.uint8)
+        last, stop = found[-1] if found else None, start + len(flat)
+        if last and last.stop == start and stop - last.start <= _AT_ONCE and _is_bytes(last.sources[0]):
+            found[-1] = Portion(last.start, stop, last.sources)
+            last.sources.append(flat)
+            continue
+        for part in flat.chunk(max(1, len(flat) // _PART)):
+            found.append(Portion(start, start + len(part), [part]))
+            start += len(part)
+    return found
+
+
+class SharedCopy:
+    """A copy that a lane makes, together with a thread that would only wait for it.
+
+    Invariants:
+        * When `run` returns, everything is copied, and nobody copies any more.
+        * What interrupts `help` loses nothing: everything is copied once more then.
+    """
+
+    def __init__(self) -> None:
+        self._begun = threading.Event()
+        self._helping = threading.Lock()
+        self._all: Sequence[Portion] = ()
+        self._left: deque[Portion] = deque()
+        self._memory: torch.Tensor | None = None
+
+    def run(self, begin: Callable[[], tuple[torch.Tensor, Sequence[Portion]]]) -> None:
+        """Copy, on the lane; `begin` says where to, uint8 (n,), and what."""
+        try:
+            self._memory, self._all = begin()
+            self._left.extend(self._all)
+            self._begun.set()
+            while self._all:
+                self._drain()
+                with self._helping:
+                    if not self._left:
+                        self._all = ()
+        finally:
+            with self._helping:
+                self._all, self._memory = (), None
+                self._left.clear()
+            self._begun.set()
+
+    def help(self) -> None:
+        """Copy what is left, beside the lane, which may take longer than this."""
+        self._begun.wait()
+        with self._helping:
+            try:
+                self._drain()
+            except BaseException:
+                self._left.extend(self._all)
+                raise
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                portion = self._left.popleft()
+            except IndexError:
+                return
+            assert self._memory is not None
+            portion.copy(self._memory)
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.uint8 and tensor.dim() == 1
