@@ -1,13 +1,15 @@
 """Retention on disk: what earlier runs left counts only once it is verified, and the best survives."""
 
 import shutil
+import threading
 import warnings
 
 import pytest
 import torch
 
-from overlapkit.checkpoint import Checkpointer
+from overlapkit.checkpoint import Checkpointer, CheckpointError
 from overlapkit.checkpoint import deletion as deletion_module
+from overlapkit.checkpoint.disk import Disk
 from tests.ranks import run_ranks
 
 
@@ -48,6 +50,67 @@ def test_old_ones_stay_until_enough_new_ones_are_there(tmp_path):
             checkpointer.save(step, state(), block=True)
             there.append(checkpointer.steps())
     assert there == [[2, 3, 4, 5], [2, 3, 4, 5, 6], [5, 6, 7]]
+
+
+class Slow(Disk):
+    """Removes a folder only when it is told to, and keeps the order of what it does."""
+
+    def __init__(self):
+        self.go, self.calls = threading.Event(), []
+
+    def make_folder(self, path):
+        self.calls.append(("make", path.name.split("-")[-1]))
+        super().make_folder(path)
+
+    def remove(self, path):
+        self.go.wait(30)
+        self.calls.append(("remove", path.name.split("-")[-1]))
+        super().remove(path)
+
+
+def test_a_save_is_committed_before_the_old_bytes_are_gone_and_the_next_is_written_after(
+    tmp_path, monkeypatch
+):
+    disk = Slow()
+    monkeypatch.setattr(Checkpointer, "_disk", disk)
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(), block=True)
+        assert checkpointer.steps() == [2]
+        assert disk.calls == [("make", "1"), ("make", "2")]
+        third = checkpointer.save(3, state())
+        disk.go.set()
+        third.wait()
+    assert disk.calls == [("make", "1"), ("make", "2"), ("remove", "1"), ("make", "3"), ("remove", "2")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3"]
+
+
+def test_what_cannot_be_removed_is_told_and_tried_again(tmp_path, monkeypatch):
+    class Full(Disk):
+        broken = True
+
+        def remove(self, path):
+            if self.broken:
+                raise OSError("planted")
+            super().remove(path)
+
+    disk = Full()
+    monkeypatch.setattr(Checkpointer, "_disk", disk)
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    for step in (1, 2):
+        checkpointer.save(step, state(), block=True)
+    with pytest.raises(
+        CheckpointError, match="step-3 is committed, but older ones cannot be deleted: planted"
+    ):
+        checkpointer.save(3, state(), block=True)
+    disk.broken = False
+    checkpointer.save(4, state(), block=True)
+    assert checkpointer.steps() == [4]
+    checkpointer._writer.submit(lambda: None).wait()  # behind the removal
+    disk.broken = True
+    checkpointer.save(5, state(), block=True)
+    with pytest.raises(OSError, match="planted"):
+        checkpointer.close()
 
 
 def test_what_was_restored_whole_or_verified_counts_at_once(tmp_path):

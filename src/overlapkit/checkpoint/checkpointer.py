@@ -306,7 +306,7 @@ class Checkpointer(Shelf, Preemptible):
         if self._uploads is not None:
             self._uploads.close()
         self._helper.close()
-        self._deletion.close()
+        self._unseen += self._deletion.close()
         self._planner.forget()
         self._stager.close()
         self._quorum.leave()

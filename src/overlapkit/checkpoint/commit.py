@@ -30,7 +30,7 @@ def commit(
 ) -> Path:
     """Make a checkpoint of a folder that all ranks have written to. Called by rank 0 only.
 
-    A checkpoint of the same step is set aside, for `tidy` to delete.
+    A checkpoint of the same step is set aside: see `replaced`.
 
     Args:
         disk: The file system.
@@ -68,17 +68,16 @@ def commit(
     return final
 
 
-def tidy(disk: Disk, root: Path, run: str) -> None:
-    """Delete what this run's commits have set aside."""
-    for path in root.glob(f".old-{run}-*"):
-        disk.remove(path)
+def replaced(root: Path, run: str) -> list[Path]:
+    """What this run's commits have set aside."""
+    return list(root.glob(f".old-{run}-*"))
 
 
-def discard(disk: Disk, root: Path, run: str, folder: Path) -> None:
-    """Delete a checkpoint: first out of sight, so that a crash leaves no half of it."""
+def discard(disk: Disk, root: Path, run: str, folder: Path) -> Path:
+    """Take a checkpoint out of sight, so that a crash leaves no half of it; where it is, to be removed."""
     gone = root / f".gone-{run}-{folder.name.split('-')[1]}"
     disk.rename(folder, gone)
-    disk.remove(gone)
+    return gone
 
 
 class RunLock:

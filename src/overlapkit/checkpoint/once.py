@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
-from overlapkit.checkpoint.commit import RunLock, commit, sweep, tidy
+from overlapkit.checkpoint.commit import RunLock, commit, replaced, sweep
 from overlapkit.checkpoint.disk import Disk
 from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.fileplan import FilePlan
@@ -113,7 +113,8 @@ class _FolderSave:
             self.discard()
             raise
         try:
-            tidy(self._disk, self._root, self.run)
+            for path in replaced(self._root, self.run):
+                self._disk.remove(path)
         except OSError as error:
             warnings.warn(
                 f"{final} is committed; what it replaced stays until the next save: {error}", stacklevel=4

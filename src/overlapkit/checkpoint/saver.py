@@ -81,6 +81,7 @@ class Saver:
             told = self._run.every.report()
             job = self._job(self._run, number, step, share, staging, generators, metrics, told)
             committed = self._writer.submit(lambda: self._carry_out(job, claim))
+            self._writer.submit(self._run.deletion.finish)
             uploaded = job.uploads.submit(job, committed) if isinstance(job, LocalJob) else None
             return Save(step, staging.ticket, committed, staging=staging, uploaded=uploaded)
         except BaseException as error:

@@ -144,11 +144,15 @@ class Withdrawal:
             for old in self._policy.surplus(found, found, step):
                 withdraw(self._store, old)
 
+    def finish(self) -> None:
+        """Nothing is out of sight."""
+
     def read_whole(self, step: int) -> None:
         """It counted already."""
 
-    def close(self) -> None:
+    def close(self) -> list[BaseException]:
         """Nothing runs."""
+        return []
 
 
 def withdraw(store: Store, step: int) -> None:
