@@ -106,7 +106,7 @@ def test_what_cannot_be_removed_is_told_and_tried_again(tmp_path, monkeypatch):
     disk.broken = False
     checkpointer.save(4, state(), block=True)
     assert checkpointer.steps() == [4]
-    checkpointer._writer.submit(lambda: None).wait()  # behind the removal
+    checkpointer.wait()  # for the removal, too
     disk.broken = True
     checkpointer.save(5, state(), block=True)
     with pytest.raises(OSError, match="planted"):

@@ -29,6 +29,7 @@ LANES: dict[str, tuple[str, ...]] = {
         "tests/checkpoint/test_turns.py",
         "tests/checkpoint/test_storage.py",
     ),
+    "checkpoint/copying.py": ("tests/checkpoint/test_copying.py",),
     "checkpoint/stage.py": ("tests/test_optimizer_step.py",),
     "checkpoint/gather.py": (
         "tests/checkpoint/test_gather.py",

@@ -266,10 +266,13 @@ class Checkpointer(Shelf, Preemptible):
     def wait(self) -> None:
         """Block until all saves are committed, and with `local=` uploaded; so is then what earlier runs left.
 
+        What is surplus is gone by then.
+
         Raises:
             Exception: Whatever made one of them fail, once.
         """
         self._unfinished.settle()
+        self._saver.settle()
         self._unsent.settle()
         self._unfinished.surface()
         self._unsent.surface()

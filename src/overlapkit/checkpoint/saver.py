@@ -13,7 +13,7 @@ from overlapkit.checkpoint.planner import Planner
 from overlapkit.checkpoint.remote.upload import LocalJob
 from overlapkit.checkpoint.save import Save, Unfinished
 from overlapkit.checkpoint.stage import LANE, Stager, Staging
-from overlapkit.lane import Lane
+from overlapkit.lane import Lane, Ticket
 
 
 class Saver:
@@ -41,6 +41,7 @@ class Saver:
         self._planner = planner
         self._stager = stager
         self._writer = writer
+        self._deleted: Ticket[None] | None = None
 
     def save(
         self, number: int, step: int, state: dict[str, Any], metrics: dict[str, Any], block: bool
@@ -55,6 +56,11 @@ class Saver:
                 save._settle()
         save._blocked_s = (time.perf_counter_ns() - start) / 1e9
         return save
+
+    def settle(self) -> None:
+        """Wait until what the last save has made surplus is gone."""
+        if self._deleted is not None:
+            self._deleted.settle()
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Where the next save would have to plan anew, do that now, and make the memory beside the step."""
@@ -81,7 +87,7 @@ class Saver:
             told = self._run.every.report()
             job = self._job(self._run, number, step, share, staging, generators, metrics, told)
             committed = self._writer.submit(lambda: self._carry_out(job, claim))
-            self._writer.submit(self._run.deletion.finish)
+            self._deleted = self._writer.submit(self._run.deletion.finish)
             uploaded = job.uploads.submit(job, committed) if isinstance(job, LocalJob) else None
             return Save(step, staging.ticket, committed, staging=staging, uploaded=uploaded)
         except BaseException as error:
