@@ -118,6 +118,29 @@ def one_each(count, nbytes=2000):
     )
 
 
+def test_who_comes_before_the_lane_has_begun_waits_and_copies(monkeypatch):
+    memory = torch.zeros(20_000, dtype=torch.uint8)
+    helped, real, by_helper = threading.Event(), Portion.copy, []
+
+    def copy(portion, memory):
+        if threading.current_thread() is threading.main_thread():
+            by_helper.append(portion.start)
+            helped.set()
+        else:
+            helped.wait(5)
+            helped.set()  # once is enough
+        real(portion, memory)
+
+    monkeypatch.setattr(Portion, "copy", copy)
+    shared, go = SharedCopy(), threading.Event()
+    thread = start(shared, lambda: (go.wait(30), (memory, one_each(10)))[1])
+    threading.Timer(0.1, go.set).start()
+    shared.help()
+    thread.join()
+    assert by_helper
+    assert memory.view(10, 2000).eq(torch.arange(1, 11, dtype=torch.uint8)[:, None]).all()
+
+
 class Told(Exception):
     pass
 

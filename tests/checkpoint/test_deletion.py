@@ -85,6 +85,17 @@ def test_a_save_is_committed_before_the_old_bytes_are_gone_and_the_next_is_writt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3"]
 
 
+def test_wait_waits_until_what_is_surplus_is_gone(tmp_path, monkeypatch):
+    disk = Slow()
+    monkeypatch.setattr(Checkpointer, "_disk", disk)
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(), block=True)
+        threading.Timer(0.2, disk.go.set).start()
+        checkpointer.wait()
+        assert disk.calls[-1] == ("remove", "1")
+
+
 def test_what_cannot_be_removed_is_told_and_tried_again(tmp_path, monkeypatch):
     class Full(Disk):
         broken = True
