@@ -50,6 +50,7 @@ def test_what_is_shorter_already_stays() -> None:
     assert sys.getswitchinterval() == pytest.approx(1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_has_the_usual(usual: float) -> None:
     turns = ShortTurns(1e-3)
     if (child := os.fork()) == 0:
