@@ -1,13 +1,16 @@
 """Copies into one stretch of memory: every byte is the source's, whoever copied it."""
 
+import signal
 import threading
+import time
 
 import pytest
 import torch
 
-from overlapkit.checkpoint import copying
+from overlapkit.checkpoint import Checkpointer, copying
 from overlapkit.checkpoint.copying import Portion, SharedCopy, portions
 from overlapkit.checkpoint.pieces import DTYPES
+from overlapkit.lane import Lane
 from tests.checkpoint.faults import in_child
 
 
@@ -87,28 +90,16 @@ def test_what_is_short_is_copied_together_and_what_is_long_in_parts():
     ]
 
 
+@pytest.fixture
+def shared():
+    with Lane("test", kind="thread") as second:
+        yield SharedCopy(second)
+
+
 def start(shared, begin):
-    thread = threading.Thread(target=shared.run, args=(begin,))
+    thread = threading.Thread(target=shared.run, args=(begin,), name="first")
     thread.start()
     return thread
-
-
-def test_two_threads_share_a_copy():
-    tensors = some_tensors()
-    starts, nbytes = laid_out(tensors)
-    memory = torch.zeros(nbytes, dtype=torch.uint8)
-    shared, go = SharedCopy(), threading.Event()
-
-    def begin():
-        go.wait(30)
-        return memory, portions(tensors, starts)
-
-    thread = start(shared, begin)
-    threading.Timer(0.05, go.set).start()
-    shared.help()
-    thread.join()
-    same(memory, tensors, starts)
-    shared.help()  # there is nothing left
 
 
 def one_each(count, nbytes=2000):
@@ -119,61 +110,102 @@ def one_each(count, nbytes=2000):
     )
 
 
-def test_who_comes_before_the_lane_has_begun_waits_and_copies(monkeypatch):
-    memory = torch.zeros(20_000, dtype=torch.uint8)
-    helped, real, by_helper = threading.Event(), Portion.copy, []
+def whole(memory):
+    return memory.view(10, 2000).eq(torch.arange(1, 11, dtype=torch.uint8)[:, None]).all()
+
+
+def test_two_threads_share_a_copy(shared):
+    tensors = some_tensors()
+    starts, nbytes = laid_out(tensors)
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    thread = start(shared, lambda: (memory, portions(tensors, starts)))
+    shared.help()
+    thread.join()
+    same(memory, tensors, starts)
+    shared.help()  # there is nothing left
+
+
+def test_help_that_comes_before_the_lane_has_begun_waits_and_copies(shared, monkeypatch):
+    memory, helped, real, by_second = (
+        torch.zeros(20_000, dtype=torch.uint8),
+        threading.Event(),
+        Portion.copy,
+        [],
+    )
 
     def copy(portion, memory):
-        if threading.current_thread() is threading.main_thread():
-            by_helper.append(portion.start)
-            helped.set()
-        else:
+        if threading.current_thread().name == "first":
             helped.wait(5)
             helped.set()  # once is enough
+        else:
+            by_second.append(portion.start)
+            helped.set()
         real(portion, memory)
 
     monkeypatch.setattr(Portion, "copy", copy)
-    shared, go = SharedCopy(), threading.Event()
+    go = threading.Event()
     thread = start(shared, lambda: (go.wait(30), (memory, one_each(10)))[1])
     threading.Timer(0.1, go.set).start()
     shared.help()
     thread.join()
-    assert by_helper
-    assert memory.view(10, 2000).eq(torch.arange(1, 11, dtype=torch.uint8)[:, None]).all()
+    assert by_second
+    assert whole(memory)
+
+
+def test_the_lane_waits_for_what_the_second_has_taken(shared, monkeypatch):
+    memory, taken, first_is_done, real = (
+        torch.zeros(20_000, dtype=torch.uint8),
+        [],
+        threading.Event(),
+        Portion.copy,
+    )
+
+    def copy(portion, memory):
+        if threading.current_thread().name == "first":
+            while not taken:
+                time.sleep(0.001)
+        else:
+            taken.append(portion)
+            first_is_done.wait(0.3)  # never: the lane is not done before this
+        real(portion, memory)
+
+    def run():
+        shared.run(lambda: (memory, one_each(10)))
+        first_is_done.set()
+
+    monkeypatch.setattr(Portion, "copy", copy)
+    thread = threading.Thread(target=run, name="first")
+    thread.start()
+    shared.help()
+    thread.join()
+    assert taken
+    assert whole(memory)
+
+
+def test_what_fails_in_the_second_is_copied_by_the_first(shared, monkeypatch):
+    memory, failed, real = torch.zeros(20_000, dtype=torch.uint8), threading.Event(), Portion.copy
+
+    def copy(portion, memory):
+        if threading.current_thread().name != "first":
+            failed.set()
+            raise Told
+        failed.wait(30)
+        real(portion, memory)
+
+    monkeypatch.setattr(Portion, "copy", copy)
+    thread = start(shared, lambda: (memory, one_each(10)))
+    shared.help()
+    thread.join()
+    assert failed.is_set()
+    assert whole(memory)
 
 
 class Told(Exception):
     pass
 
 
-def test_an_interrupted_helper_loses_nothing(monkeypatch):
-    """It has taken portions, and dies in the middle of one: the lane, which is waiting for it, copies all."""
-    memory = torch.zeros(20_000, dtype=torch.uint8)
-    helping, lane_waits, real = threading.Event(), threading.Event(), Portion.copy
-
-    def copy(portion, memory):
-        if threading.current_thread() is threading.main_thread():
-            helping.set()
-            lane_waits.wait(30)
-            raise KeyboardInterrupt
-        helping.wait(30)  # so that the helper has one
-        real(portion, memory)
-        if portion.stop == 20_000:
-            lane_waits.set()
-
-    monkeypatch.setattr(Portion, "copy", copy)
-    shared = SharedCopy()
-    thread = start(shared, lambda: (memory, one_each(10)))
-    with pytest.raises(KeyboardInterrupt):
-        shared.help()
-    thread.join()
-    assert memory.view(10, 2000).eq(torch.arange(1, 11, dtype=torch.uint8)[:, None]).all()
-
-
 @pytest.mark.parametrize("where", ["begin", "copy"])
-def test_a_copy_that_fails_leaves_nobody_waiting_and_is_told_on_the_lane_alone(monkeypatch, where):
-    raised = []
-
+def test_a_copy_that_fails_leaves_nobody_waiting_and_is_told_on_the_lane_alone(shared, monkeypatch, where):
     def fail(*arguments):
         raise Told
 
@@ -181,22 +213,28 @@ def test_a_copy_that_fails_leaves_nobody_waiting_and_is_told_on_the_lane_alone(m
         return fail() if where == "begin" else (torch.zeros(20_000, dtype=torch.uint8), one_each(10))
 
     monkeypatch.setattr(Portion, "copy", fail)
-    shared = SharedCopy()
-
-    def run():
-        try:
-            shared.run(begin)
-        except Told as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
     shared.help()
-    thread.join()
-    assert len(raised) == 1
-    shared.help()
+    with pytest.raises(Told):
+        shared.run(begin)
 
 
-def test_a_forked_child_waits_for_no_lane():
-    shared = SharedCopy()  # which its parent has not begun
-    assert in_child(shared.help) == 0
+def test_a_signal_handler_waits_for_a_copy_that_its_thread_waits_for(tmp_path):
+    """In the optimizer's hook, say: no lock is held there that the handler would need."""
+    model = torch.nn.Linear(2000, 2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    Lane.delay_s, before = 0.3, signal.getsignal(signal.SIGALRM)
+    try:
+        with Checkpointer(tmp_path) as checkpointer:
+            saves = [checkpointer.save(1, {"model": model, "optimizer": optimizer})]
+            signal.signal(signal.SIGALRM, lambda *_: saves[0].wait(30))
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            model(torch.randn(1, 2000)).sum().backward()
+            optimizer.step()
+            saves[0].wait()
+    finally:
+        Lane.delay_s = 0.0
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_forked_child_waits_for_no_lane(shared):
+    assert in_child(shared.help) == 0  # which its parent has not begun

@@ -96,32 +96,38 @@ def test_wait_waits_until_what_is_surplus_is_gone(tmp_path, monkeypatch):
         assert disk.calls[-1] == ("remove", "1")
 
 
-def test_what_cannot_be_removed_is_told_and_tried_again(tmp_path, monkeypatch):
-    class Full(Disk):
-        broken = True
-
+def test_what_cannot_be_removed_is_told_once_and_holds_nothing_up(tmp_path, monkeypatch):
+    class Stuck(Disk):
         def remove(self, path):
-            if self.broken:
-                raise OSError("planted")
+            if path.name.split("-")[-1] in stuck:
+                raise OSError(f"planted {path.name[-1]}")
             super().remove(path)
 
-    disk = Full()
-    monkeypatch.setattr(Checkpointer, "_disk", disk)
+    stuck = {"1"}
+    monkeypatch.setattr(Checkpointer, "_disk", Stuck())
     checkpointer = Checkpointer(tmp_path, keep=1)
     for step in (1, 2):
         checkpointer.save(step, state(), block=True)
     with pytest.raises(
-        CheckpointError, match="step-3 is committed, but older ones cannot be deleted: planted"
+        CheckpointError, match="step-3 is committed, but older ones cannot be deleted: planted 1"
     ):
         checkpointer.save(3, state(), block=True)
-    disk.broken = False
     checkpointer.save(4, state(), block=True)
+    checkpointer.wait()
     assert checkpointer.steps() == [4]
-    checkpointer.wait()  # for the removal, too
-    disk.broken = True
+    assert sorted(path.name[-1] for path in tmp_path.glob(".gone-*")) == ["1"]
+    stuck |= {"4"}
     checkpointer.save(5, state(), block=True)
-    with pytest.raises(OSError, match="planted"):
+    with pytest.raises(CheckpointError, match="what is surplus cannot be deleted: planted 4"):
+        checkpointer.wait()
+    checkpointer.wait()
+    stuck |= {"5"}
+    checkpointer.save(6, state(), block=True)
+    with pytest.raises(CheckpointError, match="what is surplus cannot be deleted: planted 5"):
         checkpointer.close()
+    stuck.clear()
+    Checkpointer(tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-6"]
 
 
 def test_what_was_restored_whole_or_verified_counts_at_once(tmp_path):

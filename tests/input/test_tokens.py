@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from overlapkit.input import windows as windows_module
 from overlapkit.input.loader import DeviceLoader
 from overlapkit.input.order import permute
 from overlapkit.input.tokens import TokenShards
@@ -58,6 +59,23 @@ def test_the_windows_of_a_set_in_its_own_order(folder: Path) -> None:
     targets = [token for row in rows for token in row[1:]]
     assert len(set(targets)) == len(targets), "each token is a target once"
     assert len(targets) >= sum(SET) - 4 * 6, "a shard leaves out its first and fewer than T more"
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2, 3, 16])
+def test_a_window_is_found_in_whatever_stretch_its_shard_begins(
+    tmp_path: Path, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of some windows, of one, and of none between them."""
+    monkeypatch.setattr(windows_module, "_STRETCH_BITS", bits)
+    for number, length in enumerate([3, 8, 1, 2, 3, 40, 2, 2, 9, 1]):
+        folder = write_set(tmp_path / str(number), [length], first=100 * number)
+        (file,) = folder.iterdir()
+        file.rename(tmp_path / f"{number}.safetensors")
+        folder.rmdir()
+    windows = all_windows(tmp_path, 2)
+    shards = TokenShards(tmp_path, 2, 3, rank=0, world_size=1, shuffle=False, drop_last=False)
+    assert [row for batch in taken(shards) for row in batch] == windows
+    assert len(windows) == 1 + 3 + 1 + 19 + 4
 
 
 @settings(max_examples=80, deadline=None)

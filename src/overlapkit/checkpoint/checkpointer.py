@@ -269,13 +269,16 @@ class Checkpointer(Shelf, Preemptible):
         What is surplus is gone by then.
 
         Raises:
-            Exception: Whatever made one of them fail, once.
+            CheckpointError: It cannot be deleted.
+            Exception: Whatever made one of the saves fail, once.
         """
         self._unfinished.settle()
         self._saver.settle()
         self._unsent.settle()
         self._unfinished.surface()
         self._unsent.surface()
+        if undeleted := self._deletion.unseen():
+            raise undeleted[0]
 
     def timings(self) -> list[Span]:
         """The spans finished since the last call, lane "checkpoint".
@@ -309,7 +312,8 @@ class Checkpointer(Shelf, Preemptible):
         if self._uploads is not None:
             self._uploads.close()
         self._helper.close()
-        self._unseen += self._deletion.close()
+        self._deletion.close()
+        self._unseen += self._deletion.unseen()
         self._planner.forget()
         self._stager.close()
         self._quorum.leave()

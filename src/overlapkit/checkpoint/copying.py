@@ -1,9 +1,10 @@
 """Copying tensors into one stretch of host memory, past the caches, and by two threads at once.
 
-`torch.cat` copies as the C library's memcpy does; `copy_` reads each line of its target before it writes it.
-memcpy does not where a source is long (glibc: from 3/4 of a thread's share of the last cache on): on an Intel
-Xeon where that is 19 MiB, one thread copies 10 GB/s so, and 5.5 GB/s with `copy_`. Shorter ones memcpy copies
-with 6 GB/s there, in one call for many, in which the interpreter's lock is free.
+On a lane's one thread `torch.cat` copies as the C library's memcpy does; `copy_` reads each line of its
+target before it writes it. memcpy does not where a source is long (glibc: from 3/4 of a thread's share of
+the last cache on): on an Intel Xeon where that is 19 MiB, one thread copies 10 GB/s so, and 5.5 GB/s with
+`copy_`. Shorter ones memcpy copies with 6 GB/s there, in one call for many, in which the interpreter's lock
+is free.
 """
 
 import os
@@ -13,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+
+from overlapkit.lane import Lane
 
 _AT_ONCE = 16 << 20  # bytes of short tensors that are copied by one call
 _PART = 32 << 20  # the least that a long one is cut into, so that two threads end together
@@ -41,10 +44,10 @@ class Portion(NamedTuple):
 
 
 def portions(tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> list[Portion]:
-    """What copies tensors of the CPU, none of them empty, to these places in memory."""
+    """What copies tensors, none of them empty, to these places in memory of the host."""
     found: list[Portion] = []
     for start, tensor in sorted(zip(starts, tensors, strict=True), key=lambda pair: pair[0]):
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             found.append(Portion(start, start + tensor.nbytes, [tensor]))
             continue
         flat = tensor.view(-1).view(torch.uint8)
@@ -60,59 +63,75 @@ def portions(tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> list[Por
 
 
 class SharedCopy:
-    """A copy that a lane makes, together with a thread that would only wait for it.
+    """A copy that a lane makes, and a second one beside it as soon as somebody only waits for it.
 
     Invariants:
         * When `run` returns, everything is copied, and nobody copies any more.
-        * What ends `help` early loses nothing: everything is copied once more then.
+        * No thread of the script copies: it can be interrupted, its signal handlers may wait for the copy,
+          too, and where it has several cores torch copies in another way.
+
+    Args:
+        second: A thread. What fails there the first copies again, and meets the error itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, second: Lane) -> None:
         self._pid = os.getpid()
+        self._second = second
+        self._helped = False
         self._begun = threading.Event()
-        self._helping = threading.Lock()
-        self._all: Sequence[Portion] = ()
+        self._claims = threading.Condition()
+        self._copying = 0
         self._left: deque[Portion] = deque()
         self._memory: torch.Tensor | None = None
 
     def run(self, begin: Callable[[], tuple[torch.Tensor, Sequence[Portion]]]) -> None:
         """Copy, on the lane; `begin` says where to, uint8 (n,), and what."""
         try:
-            self._memory, self._all = begin()
-            self._left.extend(self._all)
+            self._memory, found = begin()
+            self._left.extend(found)
             self._begun.set()
-            while self._all:
+            while self._left:
                 self._drain()
-                with self._helping:
-                    if not self._left:
-                        self._all = ()
+                self._settle()
         finally:
-            with self._helping:
-                self._all, self._memory = (), None
-                self._left.clear()
+            self._left.clear()
+            self._settle()
+            self._memory = None
             self._begun.set()
 
     def help(self) -> None:
-        """Copy what is left, beside the lane, which may take longer than this and meets any error itself."""
-        if os.getpid() != self._pid:  # a forked child has no lane that would ever begin
+        """Have the second lane copy what is left. Returns at once."""
+        if self._helped or os.getpid() != self._pid:  # in a forked child there is no lane that would begin
             return
+        self._helped = True
+        self._second.submit(self._help).seen = True
+
+    def _help(self) -> None:
         self._begun.wait()
-        with self._helping:
-            try:
-                self._drain()
-            except BaseException as error:
-                self._left.extend(self._all)
-                if not isinstance(error, Exception):
-                    raise
+        self._drain()
 
     def _drain(self) -> None:
         while True:
-            try:
+            with self._claims:
+                if not self._left:
+                    return
                 portion = self._left.popleft()
-            except IndexError:
-                return
-            assert self._memory is not None
-            portion.copy(self._memory)
+                self._copying += 1
+            try:
+                assert self._memory is not None
+                portion.copy(self._memory)
+            except BaseException:
+                self._left.append(portion)
+                raise
+            finally:
+                with self._claims:
+                    self._copying -= 1
+                    self._claims.notify_all()
+
+    def _settle(self) -> None:
+        """Wait until the second lane has copied what it took."""
+        with self._claims:
+            self._claims.wait_for(lambda: self._copying == 0)
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:

@@ -22,13 +22,16 @@ class Deleting(Protocol):
         """This run has committed a step: delete what is surplus now, or put it out of sight."""
 
     def finish(self) -> None:
-        """Delete what is out of sight. Of what cannot be deleted the next `committed` tells, or `close`."""
+        """Delete what is out of sight. What cannot be deleted stays for the next run to sweep."""
+
+    def unseen(self) -> list[CheckpointError]:
+        """Of what could not be deleted: each is told once, here or by the next `committed`."""
 
     def read_whole(self, step: int) -> None:
         """Every byte of a checkpoint was read and checked."""
 
-    def close(self) -> list[BaseException]:
-        """Nothing is asked any more; what nobody was told."""
+    def close(self) -> None:
+        """Nothing is asked any more."""
 
 
 def delete_surplus(deletion: Deleting, step: int, where: Path) -> None:
@@ -63,7 +66,7 @@ class Deletion:
         self._verified: set[int] = set()
         self._damaged: set[int] = set()
         self._gone: list[Path] = []
-        self._failed: list[BaseException] = []
+        self._failed: list[OSError] = []
         self._reader = Lane(f"{LANE}-verify", kind="thread")
         self._reading: Ticket[None] | None = None
         self._closed = False
@@ -72,44 +75,44 @@ class Deletion:
         """This run has committed a step: put out of sight what is surplus now.
 
         Raises:
-            OSError: Something cannot be deleted, of this save or of an earlier one.
+            OSError: Something cannot be deleted: put out of sight now, or removed after an earlier save.
         """
         self._verified.add(step)
         self._damaged.discard(step)
-        self._remove()
         self._gone += replaced(self._root, self._run)
-        if self._policy.keep is None:
-            return
-        found = self._found()
-        for old in self._policy.surplus(found, self._verified, step):
-            self._gone.append(discard(self._disk, self._root, self._run, self._root / step_name(old)))
-            self._verified.discard(old)
-        self._look_ahead(step)
+        if self._policy.keep is not None:
+            found = self._found()
+            for old in self._policy.surplus(found, self._verified, step):
+                self._gone.append(discard(self._disk, self._root, self._run, self._root / step_name(old)))
+                self._verified.discard(old)
+            self._look_ahead(step)
+        if self._failed:
+            raise self._failed.pop(0)
 
     def finish(self) -> None:
-        """Delete what is out of sight. Of what cannot be deleted the next `committed` tells, or `close`."""
-        try:
-            self._remove()
-        except OSError as error:
-            self._failed = [error]
+        """Delete what is out of sight. What cannot be deleted stays for the next run to sweep."""
+        gone, self._gone = self._gone, []
+        for path in gone:
+            try:
+                self._disk.remove(path)
+            except OSError as error:
+                self._failed.append(error)
+
+    def unseen(self) -> list[CheckpointError]:
+        """Of what could not be deleted: each is told once, here or by the next `committed`."""
+        failed, self._failed = self._failed, []
+        return [CheckpointError(f"what is surplus cannot be deleted: {error}") for error in failed]
 
     def read_whole(self, step: int) -> None:
         """Every byte of a checkpoint was read and checked."""
         self._verified.add(step)
         self._look_ahead(step)
 
-    def close(self) -> list[BaseException]:
-        """Stop reading. What could not be deleted the next run sweeps."""
+    def close(self) -> None:
+        """Stop reading, and delete what is left."""
         self._closed = True
         self._reader.close()
-        failed, self._failed = self._failed, []
-        return failed
-
-    def _remove(self) -> None:
-        while self._gone:
-            self._disk.remove(self._gone[0])
-            del self._gone[0]
-        self._failed = []
+        self.finish()
 
     def _look_ahead(self, newest: int) -> None:
         """Begin to read a checkpoint, where too many stay for want of a verified one."""

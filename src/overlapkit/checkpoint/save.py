@@ -57,8 +57,7 @@ class Save:
             TimeoutError: It is not within `timeout` seconds.
             Exception: Whatever made the save fail.
         """
-        if timeout is None:
-            self._help()
+        self._help()
         self.committed.wait(timeout)
 
     def _settle(self) -> None:
@@ -67,7 +66,7 @@ class Save:
         self.committed.settle()
 
     def _help(self) -> None:
-        """Whoever waits has time to copy, too."""
+        """Where somebody waits, a core is free to copy."""
         if self._staging is not None:
             self._staging.help()
 
@@ -102,7 +101,7 @@ class Unfinished:
         self._collect()
         while len(self._pending) >= limit:
             with self._log.host(LANE, "wait for the previous save", exposed=True):
-                self._pending[0].committed.settle()
+                self._pending[0]._settle()
             self._collect()
 
     def settle(self) -> None:

@@ -93,8 +93,8 @@ class Staging:
         return plan.views(self._buffer.bytes(plan.nbytes))
 
     def help(self) -> None:
-        """Copy beside the lane, where that is a thread: for who would only wait for it."""
-        if self.shared is not None:
+        """Have a second thread copy, too, where a lane's thread copies: for who only waits for it."""
+        if self.shared is not None and not self.ticket.done():
             self.shared.help()
 
     def release(self) -> None:
@@ -163,6 +163,7 @@ class Stager:
         self._log = log
         self._device: torch.device | None = None
         self._lane: Lane | None = None
+        self._second = Lane(f"{LANE}-second", kind="thread")
         self._ring: PinnedRing | None = None
         self._warming: Ticket[None] | None = None
         self._active: list[Staging] = []
@@ -189,7 +190,7 @@ class Stager:
                 for optimizer in share.optimizers:
                     self._hook(optimizer)
                 if lane.kind == "thread":
-                    staging.shared = SharedCopy()
+                    staging.shared = SharedCopy(self._second)
                 copy = _late_copy(staging, share, ring, aside)
                 ticket = lane.submit(copy, name="stage", bytes=share.late.nbytes)
                 staging.ticket = _Staged(ticket, staging)
@@ -230,6 +231,7 @@ class Stager:
         self._hooks.clear()
         if self._lane is not None and self._ring is not None:
             self._lane.close()
+            self._second.close()
             self._ring.close()
 
     def before_step(self) -> None:

@@ -67,8 +67,8 @@ class ReadAhead:
         self.plan = Plan()
         self.handed_out = 0
         self.ready = False
-        self.closed = self._let_go = False
         self._turns = ShortTurns(_TURN_S)
+        self.closed = self._let_go = False
         _at_work.add(self)
         self._lane.submit(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         for _ in range(feed.depth):
@@ -112,8 +112,9 @@ class ReadAhead:
         self.closed = self._reader.stopped = True
         self._tickets.clear()
         self.plan.close(wait=False)
+        self._turns.end()
         if self._end is None:
-            last = partial(_let_go, self._feed, self._reader, self.plan, self.handed_out, self._turns)
+            last = partial(_let_go, self._feed, self._reader, self.plan, self.handed_out)
             self._end = self._lane.submit(last)
         return self._end
 
@@ -169,9 +170,8 @@ def wait_for_earlier(feed: Feed) -> None:
             feed.left[:] = [one for one in feed.left if not one.done()]
 
 
-def _let_go(feed: Feed, reader: Reader, plan: Plan, handed_out: int, turns: ShortTurns) -> None:
+def _let_go(feed: Feed, reader: Reader, plan: Plan, handed_out: int) -> None:
     """A reader's last work: nobody is in the source any more."""
-    turns.end()
     plan.close(wait=True)
     feed.take_back(reader)
     reader.cursor.close(handed_out, feed.depth)

@@ -1,7 +1,7 @@
 """Mapped rows that are not in memory: their pages are asked for together, before the first of them is read.
 
-Read as they are met, each miss is one wait for the disk, and the kernel reads a thousand times its bytes.
-Asked for together, a batch's rows wait once, and only their own pages are read.
+Read as they are met, each miss is one wait for the disk, and the kernel reads all that its readahead reaches,
+128 KiB or megabytes, for a row of two. Asked for together, a batch's rows are read alone, and side by side where the disk can do that.
 """
 
 import ctypes
@@ -13,9 +13,17 @@ import numpy as np
 _ASKED = 16
 """Batches that are asked for after one that was not in memory: if they all are, asking ends."""
 
-# Not CDLL: to let go of the interpreter at each row can cost 5 ms a time, beside a loop that wants it.
+# Not CDLL: to let go of the interpreter at each row can cost a millisecond or five, beside one that has it.
+# (process_madvise takes all rows at once, and is not allowed in most containers.)
 _madvise = ctypes.PyDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def read_alone(memory: np.ndarray) -> None:
+    """Let the kernel read no page of mapped memory that was not asked for, or met."""
+    address = memory.ctypes.data
+    page = address & -mmap.PAGESIZE
+    _madvise(page, address + memory.nbytes - page, mmap.MADV_RANDOM)
 
 
 class Paging:
@@ -25,8 +33,7 @@ class Paging:
     long as to gather it. All is advice: where a system takes none, rows are read as they are met.
 
     Args:
-        memory: All that is mapped, from the start of a page on. Nothing of it is read ahead any more that was
-            not asked for.
+        memory: All that is mapped, from the start of a page on.
         unit: Bytes in which places are counted.
         nbytes: Of a row.
     """
@@ -37,7 +44,6 @@ class Paging:
         self._nbytes = nbytes
         self._read: int | None = None
         self._left = 0
-        _madvise(self._address, memory.nbytes, mmap.MADV_RANDOM)
 
     def ask(self, places: np.ndarray) -> None:
         """Have rows read that are needed now: where they begin, int64 (n,), from the first address on."""

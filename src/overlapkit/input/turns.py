@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 
-_lock = threading.Lock()
-_wanted: list[float] = []
+_lock = threading.RLock()  # a pass may be collected, and end its turns, wherever another one's are counted
+_wanted: set["ShortTurns"] = set()
 _usual = _set = 0.0
 
 
@@ -21,24 +21,24 @@ class ShortTurns:
 
     def __init__(self, seconds: float) -> None:
         global _usual, _set
-        self._seconds = seconds
+        self.seconds = seconds
         with _lock:
             if not _wanted:
                 _usual = _set = sys.getswitchinterval()
-            _wanted.append(seconds)
+            _wanted.add(self)
             _apply()
 
     def end(self) -> None:
-        """Let turns be as usual, as far as nobody else wants them short."""
+        """Let turns be as usual, as far as nobody else wants them short. Safe to call twice."""
         with _lock:
-            _wanted.remove(self._seconds)
+            _wanted.discard(self)
             _apply()
 
 
 def _apply() -> None:
     global _set
     if sys.getswitchinterval() == _set:
-        sys.setswitchinterval(min([_usual, *_wanted]))
+        sys.setswitchinterval(min([_usual, *(turns.seconds for turns in _wanted)]))
         _set = sys.getswitchinterval()  # rounded
 
 

@@ -11,7 +11,7 @@ import torch
 from overlapkit.input.address_range import map_files
 from overlapkit.input.documents import PackedTokens, write_documents
 from overlapkit.input.landing import Empty, host_memory
-from overlapkit.input.paging import Paging
+from overlapkit.input.paging import Paging, read_alone
 from overlapkit.input.shards import OFFSETS, Shard, check_offsets, check_unchanged
 
 Batch = torch.Tensor | PackedTokens
@@ -94,6 +94,9 @@ class Windows:
         if documents:
             self._check_documents()
         self._paging = Paging(memory, size, self.length * size) if shuffled else None
+        if shuffled:
+            for first, shard in zip(self._first_token.tolist(), shards, strict=True):
+                read_alone(self._tokens[first : first + shard.tokens])
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -1,6 +1,7 @@
 """DALI's import gives way to other threads, and leaves the interpreter's settings as they were."""
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -85,3 +86,19 @@ def test_the_threshold_that_others_set_stays(theirs: int, monkeypatch: pytest.Mo
     imported(monkeypatch, gc.get_threshold)
     assert (importing.import_dali()[0] == 0) is (theirs == 0)
     assert gc.get_threshold() == (theirs, 7, 7)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_that_is_forked_meanwhile_collects_and_imports(
+    monkeypatch: pytest.MonkeyPatch, usual: Any
+) -> None:
+    def forked() -> int:
+        if (child := os.fork()) == 0:
+            monkeypatch.setattr(importing, "require", lambda module, extra: None)
+            fine = gc.get_threshold() == usual[1]
+            importing.import_dali()
+            os._exit(0 if fine and gc.get_threshold() == usual[1] else 1)
+        return os.waitpid(child, 0)[1]
+
+    imported(monkeypatch, forked)
+    assert importing.import_dali() == 0

@@ -147,12 +147,15 @@ class Withdrawal:
     def finish(self) -> None:
         """Nothing is out of sight."""
 
+    def unseen(self) -> list[CheckpointError]:
+        """`committed` has told all."""
+        return []
+
     def read_whole(self, step: int) -> None:
         """It counted already."""
 
-    def close(self) -> list[BaseException]:
+    def close(self) -> None:
         """Nothing runs."""
-        return []
 
 
 def withdraw(store: Store, step: int) -> None:

@@ -1,6 +1,7 @@
 """DALI's import, beside a script that goes on meanwhile: a third of a second of Python."""
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ _RARELY = 2**30
 """New objects before garbage is collected: an import makes little of it, and torch is looked through, too."""
 
 _one_at_a_time = threading.Lock()  # else a second one would take the first one's threshold for the usual
+_usual = 0
 
 
 def import_dali() -> Any:
@@ -37,12 +39,27 @@ def import_dali() -> Any:
 @contextmanager
 def _few_collections() -> Iterator[None]:
     """By the threshold, not by gc.disable(): that is the script's to call, meanwhile too."""
-    usual, *older = gc.get_threshold()
-    if usual:  # 0: there are none
+    global _usual
+    _usual, *older = gc.get_threshold()
+    if _usual:  # 0: there are none
         gc.set_threshold(_RARELY, *older)
     try:
         yield
     finally:
-        now, *older = gc.get_threshold()
-        if now == _RARELY:  # else somebody has set it meanwhile
-            gc.set_threshold(usual, *older)
+        _as_usual()
+
+
+def _as_usual() -> None:
+    now, *older = gc.get_threshold()
+    if now == _RARELY:  # else somebody has set it meanwhile
+        gc.set_threshold(_usual, *older)
+
+
+def _leave_the_parents() -> None:
+    """In a forked child nobody imports: a DataLoader's worker may begin at any time."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+    _as_usual()
+
+
+os.register_at_fork(after_in_child=_leave_the_parents)
