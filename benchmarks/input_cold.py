@@ -3,10 +3,10 @@
 Nothing of 4 GiB of tokens is left in the page cache when a variant begins, as with a set that is larger than
 memory at any time. Each takes shuffled batches of 32 windows of 1,024 tokens and one more, some thousandth of
 the set; the first four, with which workers start, are not counted. In each round they are other ones, or the
-same again: a virtual disk has those in its host's memory, and answers many requests at once, where it may read
-what is new to it one by one. What is read is what the system counts for the process, where the variant has no
-workers. A map is read row by row; "told that it is read at random" it is by madvise, without which the kernel
-reads ahead: by the disk's read_ahead_kb, 128 as a rule. The tokens are random, for nobody looks at them.
+same again: a virtual disk has those in its host's memory, and answers many requests at once, where it may
+read what is new to it one by one. What is read is what the system counts for the process, where the variant
+has no workers. A map is read row by row; "told that it is read at random" it is by madvise, without which the
+kernel reads ahead: by the disk's read_ahead_kb, 128 as a rule. The tokens are random: nobody looks at them.
 """
 
 import gc

@@ -94,6 +94,7 @@ class SharedCopy:
                 self._drain()
                 self._settle()
         finally:
+            self._helped = True  # who waits from now on needs no help
             self._left.clear()
             self._settle()
             self._memory = None

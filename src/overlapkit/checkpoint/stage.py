@@ -94,7 +94,7 @@ class Staging:
 
     def help(self) -> None:
         """Have a second thread copy, too, where a lane's thread copies: for who only waits for it."""
-        if self.shared is not None and not self.ticket.done():
+        if self.shared is not None:
             self.shared.help()
 
     def release(self) -> None:

@@ -1,7 +1,8 @@
 """Mapped rows that are not in memory: their pages are asked for together, before the first of them is read.
 
 Read as they are met, each miss is one wait for the disk, and the kernel reads all that its readahead reaches,
-128 KiB or megabytes, for a row of two. Asked for together, a batch's rows are read alone, and side by side where the disk can do that.
+128 KiB or megabytes, for a row of two. Asked for together, a batch's rows are read alone, and side by side
+where the disk can do that.
 """
 
 import ctypes
