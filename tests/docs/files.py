@@ -47,7 +47,7 @@ def _report(path: str) -> None:
 FILES: dict[str, Callable[[], None]] = {
     "after.json": lambda: _report("after.json"),
     "before.json": lambda: _report("before.json"),
-    "ckpt": lambda: Path("ckpt").mkdir(),
+    "ckpt": lambda: Path("ckpt").mkdir(exist_ok=True),  # by both ranks of a block
     "rank0.json.gz": lambda: _trace(Path("rank0.json.gz")),
     "trace.json.gz": lambda: _trace(Path("trace.json.gz")),
     "traces/": _traces,
