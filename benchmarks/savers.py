@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 
 class Saver:
-    """One way to save. A call order: prepare, then save, step..., wait, again and again; close."""
+    """One way to save. A call order: prepare, then tidy, save, step..., wait, again and again; close."""
 
     ranks = 1
     """The most ranks that it is measured on."""
@@ -33,6 +33,10 @@ class Saver:
 
     def prepare(self) -> None:
         """What can be done ahead of the first save."""
+
+    def tidy(self) -> None:
+        """Delete all saves but the last: no part of any time."""
+        shutil.rmtree(self.folder / f"{type(self).__name__}-{self.saves - 1}", ignore_errors=True)
 
     def save(self) -> None:
         """Begin; the training goes on when this returns."""
@@ -58,8 +62,7 @@ class Saver:
 
     @property
     def path(self) -> Path:
-        """Where the last save went; that of the one before is deleted."""
-        shutil.rmtree(self.folder / f"{type(self).__name__}-{self.saves - 1}", ignore_errors=True)
+        """Where the last save went."""
         return self.folder / f"{type(self).__name__}-{self.saves}"
 
     def dicts(self) -> State:
@@ -72,6 +75,9 @@ class Ours(Saver):
     def prepare(self) -> None:
         self.checkpointer = Checkpointer(self.folder / "ours", keep=1)
         self.checkpointer.restore(self.state)
+
+    def tidy(self) -> None:
+        self.checkpointer.wait()
 
     def save(self) -> None:
         super().save()

@@ -116,6 +116,7 @@ def _measure(setting: Setting, name: str, folder: Path) -> dict[str, float]:
 
 def exposed(compute: Callable[[], None], saver: Saver) -> tuple[float, float]:
     """Seconds of a save's stall, and of all that it cost the training; faster steps are no gain of its."""
+    saver.tidy()
     usual = median(_timed(compute, saver) for _ in range(6))
     start = time.perf_counter()
     saver.save()
@@ -128,7 +129,7 @@ def exposed(compute: Callable[[], None], saver: Saver) -> tuple[float, float]:
 
 
 def _until_durable(saver: Saver) -> float:
-    time.sleep(1)  # what the last one has left to do
+    saver.tidy()
     start = time.perf_counter()
     saver.save()
     saver.wait()

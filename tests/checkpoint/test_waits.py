@@ -144,8 +144,8 @@ def test_room_is_waited_for_and_not_asked_for_again_and_again() -> None:
         def settle(self) -> None:
             self.settled = True
 
-    unfinished = Unfinished(SpanLog())
-    unfinished.add(SimpleNamespace(committed=Committed()))  # type: ignore[arg-type]
+    unfinished, committed = Unfinished(SpanLog()), Committed()
+    unfinished.add(SimpleNamespace(committed=committed, _settle=committed.settle))  # type: ignore[arg-type]
     unfinished.make_room(1)
     assert len(unfinished) == 0
 
