@@ -2,11 +2,11 @@
 
     python benchmarks/input.py [jpeg|tokens|cold|overlap|overhead ...] [--quick] [--json PATH] [--png PATH]
 
-Five parts: photographs to batches (input_jpeg.py), tokens to batches (input_tokens.py), and those that are on
+Five parts: photographs to batches (input_jpeg.py), tokens to batches (input_tokens.py), tokens that are on
 disk alone (input_cold.py), reading beside a step (input_overlap.py), and what wrapping costs
 (input_overhead.py), each of which says how it measures.
 The peers are pip install -e '.[bench]' and, for SPDL, FFmpeg's libraries (apt-get install ffmpeg); a peer
-that is missing is reported as not measured. All parts take about twelve minutes on two cores.
+that is missing is reported as not measured. All parts take about twenty minutes on two cores.
 """
 
 import argparse

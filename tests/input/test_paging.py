@@ -1,7 +1,6 @@
 """Rows that are not in memory: asked for together, exactly they, and only while there are such."""
 
 import mmap
-import os
 import resource
 from itertools import islice
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from input_cold import evict
 from overlapkit.input import paging
 from overlapkit.input.paging import Paging
 from overlapkit.input.shard_writer import write_token_shards
@@ -70,27 +70,11 @@ def test_asking_ends_where_all_is_in_memory_and_begins_again(
     assert asked(100) == paging._ASKED, "counted from the last that was read"
 
 
-def evicted(folder: Path) -> bool:
-    """Whether the files' pages could be dropped: a file system in memory keeps them."""
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            try:
-                os.preadv(file.fileno(), [bytearray(1)], path.stat().st_size // 2, os.RWF_NOWAIT)
-            except BlockingIOError:
-                continue
-            except OSError:
-                return False
-            return False
-    return True
-
-
 @pytest.mark.parametrize("into", [False, True])
 def test_from_disk_come_the_rows_and_their_pages_alone(tmp_path: Path, into: bool) -> None:
     tokens = np.random.default_rng(0).integers(0, 2**16, 2**25, dtype=np.uint16)
     write_token_shards([tokens], tmp_path / "set", progress=False)
-    if not evicted(tmp_path / "set"):
+    if not evict(tmp_path / "set"):
         pytest.skip("this file system keeps files in memory")
     shards = TokenShards(tmp_path / "set", 1024, 32, seed=3)
     batches = shards.iter_into(lambda *what: torch.empty(what[0], dtype=what[1])) if into else iter(shards)
