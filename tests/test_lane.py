@@ -1,6 +1,7 @@
 """Lane and Ticket: order, errors, ends and forks, on all three kinds."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -303,6 +304,36 @@ def test_a_forked_child_makes_its_own_lane() -> None:
     gate.set()
     assert ticket.wait(5) is True
     lane.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread's end cannot be seen")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_fork_waits_for_threads_that_still_give_back_what_they_held(forgotten: bool) -> None:
+    """As MKL does, under a lock that the child would find held for ever."""
+    libc = ctypes.CDLL(None)
+    at_end = ctypes.c_uint()
+    assert libc.pthread_key_create(ctypes.byref(at_end), libc.usleep) == 0
+
+    def hold() -> int:
+        libc.pthread_setspecific(at_end, ctypes.c_void_p(100_000))  # the thread's end takes so many us
+        return threading.get_native_id()
+
+    lane = Lane("x")
+    number = lane.submit(hold).wait()
+    if forgotten:
+        del lane
+        while "overlapkit-x" in names():
+            time.sleep(1e-3)
+    else:
+        lane.close()
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - the child
+        os._exit(0)
+    there = os.path.exists(f"/proc/self/task/{number}")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    libc.pthread_key_delete(at_end)
+    assert not there
 
 
 def test_a_lane_that_nobody_closes_is_finished_at_exit_unless_nothing_of_its_work_lasts() -> None:
