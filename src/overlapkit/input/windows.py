@@ -25,19 +25,19 @@ class Places:
     """Where some windows are.
 
     Attributes:
-        ends: First and last token, counted from the first address, int64 (2, n).
+        starts: First token, counted from the first address, int64 (n,).
         documents: int64 (3, n): the first token, counted in its shard, the offset of its document, counted
             from the first address, and that of the last token's document. None where nobody asks for them.
     """
 
-    ends: np.ndarray
+    starts: np.ndarray
     documents: np.ndarray | None
 
     def __len__(self) -> int:
-        return len(self.ends[0])
+        return len(self.starts)
 
     def __getitem__(self, which: slice) -> "Places":
-        return Places(self.ends[:, which], None if self.documents is None else self.documents[:, which])
+        return Places(self.starts[which], None if self.documents is None else self.documents[:, which])
 
 
 class Windows:
@@ -124,12 +124,11 @@ class Windows:
         beyond = samples >= self._ends[shard]
         shard[beyond] = np.searchsorted(self._ends, samples[beyond], side="right")
         start = self._zeroth[shard] + samples * (self.length - 1)
-        ends = start + np.array([[0], [self.length - 1]])
         if not self.documents:
-            return Places(ends, None)
+            return Places(start, None)
         local = start - self._first_token[shard]
         first, last = self._document_of(shard, local), self._document_of(shard, local + self.length - 1)
-        return Places(ends, np.stack((local, first, last)))
+        return Places(start, np.stack((local, first, last)))
 
     def new_batch(self, rows: int, empty: Empty) -> Batch:
         """Memory for a batch, uninitialised."""
@@ -143,7 +142,7 @@ class Windows:
         if empty is host_memory and not self.documents:
             self._bring(places)
             # To numpy a row is one value: 610 ns, not torch's 680, at 2 KB; but in memory of its own alone.
-            tokens = self._void_rows[places.ends[0]].view(self._tokens.dtype)
+            tokens = self._void_rows[places.starts].view(self._tokens.dtype)
             return torch.from_numpy(tokens.reshape(len(places), self.length))
         batch = self.new_batch(len(places), empty)
         self.fill(batch, places)
@@ -168,16 +167,16 @@ class Windows:
         """Put the rows into memory that is there."""
         self._bring(places)
         tokens = batch.tokens if isinstance(batch, PackedTokens) else batch
-        torch.index_select(self._rows, 0, torch.from_numpy(places.ends[0]), out=tokens)
+        torch.index_select(self._rows, 0, torch.from_numpy(places.starts), out=tokens)
         if isinstance(batch, PackedTokens):
             assert places.documents is not None
             write_documents(batch, self._offsets, *places.documents)
 
     def _bring(self, places: Places) -> None:
-        """Read the ends of all rows first, so that misses overlap: up to a quarter of the time at 2 KB."""
+        """Read where all rows begin first, so that misses overlap: a tenth of the time at 2 KB."""
         if self._paging is not None:
-            self._paging.ask(places.ends[0])
-        self._tokens.take(places.ends)
+            self._paging.ask(places.starts)
+        self._tokens.take(places.starts)
 
     def _check_documents(self) -> None:
         for shard, first in zip(self._shards, self._first_offset.tolist(), strict=True):
