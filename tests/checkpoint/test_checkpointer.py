@@ -863,6 +863,8 @@ def test_wrong_directories_are_refused(tmp_path, monkeypatch):
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match="gone', which does not exist"):
         Checkpointer(tmp_path / "dangling")
+    with pytest.raises(PermissionError, match="cannot be made: .* name too long"):
+        Checkpointer(tmp_path / ("x" * 300))
     with pytest.raises(TypeError, match="directory=3"):
         Checkpointer(3)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere

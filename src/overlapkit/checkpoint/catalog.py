@@ -262,6 +262,8 @@ def _check_entry(entry: dict[str, Any]) -> None:
         dict.items(value)
     if entry["kind"] == "optimizer":
         names = {name for group in value["rest"]["param_groups"] for name in group["params"]}
+        if not all(type(name) is str for name in names):
+            raise TypeError("the name of a parameter is no text")
         of_parameters = [moments for name, moments in value["state"].items() if name in names]
         if not all(isinstance(moments, dict) for moments in of_parameters):
             raise TypeError("the state of a parameter is no dict")
