@@ -27,7 +27,8 @@ class _Pages(mmap.mmap):
 def _map_pages(nbytes: int, pin: bool, present: bool = True) -> torch.Tensor:
     """`nbytes` of zeroed memory as a uint8 tensor, pages present: faulting them in later costs 20 copies."""
     pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    with torch.inference_mode(False):  # else it could be filled in that mode only
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
     if present or pin:
         memory.zero_()  # MAP_POPULATE would fault the pages in, too, but under the interpreter's lock
     if pin:

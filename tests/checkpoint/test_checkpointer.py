@@ -863,6 +863,8 @@ def test_wrong_directories_are_refused(tmp_path, monkeypatch):
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     with pytest.raises(ValueError, match="gone', which does not exist"):
         Checkpointer(tmp_path / "dangling")
+    with pytest.raises(PermissionError, match="cannot be made: .* name too long"):
+        Checkpointer(tmp_path / ("x" * 300))
     with pytest.raises(TypeError, match="directory=3"):
         Checkpointer(3)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
@@ -1053,3 +1055,70 @@ def test_a_save_that_fails_at_once_says_so_through_its_handle(tmp_path, monkeypa
     checkpointer.save(2, state)
     checkpointer.close()
     assert Checkpointer(tmp_path).steps() == [2]
+
+
+@pytest.mark.parametrize("keys", [(1, "1"), ((1, 2), "(1, 2)"), (None, "None")])
+def test_two_keys_that_read_the_same_are_refused(tmp_path, keys):
+    """Their tensors would have one name, and one of them would be lost."""
+    state = {"x": {key: torch.full((2,), float(place)) for place, key in enumerate(keys)}}
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="'x/.*' twice: two keys"):
+        checkpointer.save(1, state)
+
+
+def test_names_that_end_as_wrappers_begin_stay(tmp_path):
+    def made(value):
+        model = nn.Module()
+        model.a_orig_mod = nn.Linear(2, 2, bias=False)
+        model.aweight = nn.Parameter(torch.full((2, 2), value))
+        return model
+
+    model, other = made(1.0), made(2.0)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": model}, block=True)
+        checkpointer.restore({"model": other})
+    for one, same in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
+def test_another_working_directory_changes_nothing(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with Checkpointer("run") as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(2)}, block=True)
+        monkeypatch.chdir(tmp_path)
+        checkpointer.save(2, {"x": torch.ones(2)}, block=True)
+        assert checkpointer.steps() == [1, 2]
+    assert files(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("stage", ["late", "now"])
+def test_a_first_save_in_inference_mode_spoils_none_after_it(tmp_path, stage):
+    state = build()
+    train_step(state)
+    with Checkpointer(tmp_path, stage=stage) as checkpointer:
+        with torch.inference_mode():
+            checkpointer.save(1, state, block=True)
+        train_step(state)
+        checkpointer.save(2, state, block=True)
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_a_forgotten_checkpointer_holds_its_lock_until_its_save_is_there(tmp_path, monkeypatch):
+    """The next one on the directory would sweep the files that are being written."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Disk):
+        def sync(self, fd):
+            begun.set()
+            goes_on.wait(10)
+            super().sync(fd)
+
+    monkeypatch.setattr(Checkpointer, "_disk", Slow())
+    checkpointer = Checkpointer(tmp_path)
+    save = checkpointer.save(1, {"x": torch.ones(2)})
+    del checkpointer
+    begun.wait(10)
+    with Checkpointer(tmp_path) as other:
+        goes_on.set()
+        save.wait()
+        assert other.steps() == [1]

@@ -207,6 +207,19 @@ def test_a_forked_child_does_not_end_the_run(tmp_path):
     checkpointer.close()
 
 
+def test_a_forked_child_cannot_save_into_its_parents_files(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+
+    def child():
+        with checkpointer, pytest.raises(RuntimeError, match="before the fork.*make one here"):
+            checkpointer.save(1, {"x": 1})
+
+    assert in_child(child) == 0
+    checkpointer.save(1, {"x": 1}, block=True)
+    assert checkpointer.steps() == [1]
+    checkpointer.close()
+
+
 def test_a_signal_while_the_directory_is_opened_leaves_no_lock(tmp_path, monkeypatch):
     def interrupted(*_):
         sys.exit(128 + signal.SIGTERM)  # what a handler does

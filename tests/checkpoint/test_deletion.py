@@ -287,3 +287,28 @@ def test_the_best_is_the_same_at_another_world_size(tmp_path, worlds):
 
     assert run_ranks(worlds[0], save) == [[2, 3]] * worlds[0]
     assert run_ranks(worlds[1], read) == [(2, 2)] * worlds[1]
+
+
+def test_a_link_is_deleted_and_what_it_leads_to_stays(tmp_path):
+    """A run that begins with another run's checkpoint may have a link to it."""
+    life(tmp_path / "other", [1], restore=False)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-1").symlink_to(tmp_path / "other" / "step-1")
+    assert life(tmp_path / "run", [2, 3], keep=1) == [3]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-3"]
+    assert Checkpointer(tmp_path / "other").steps() == [1]
+
+
+def test_going_back_costs_the_new_branch_nothing(tmp_path):
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in (60, 70, 80):
+            checkpointer.save(step, state(step), block=True)
+        checkpointer.restore(state(), step=70)
+        for step in (72, 74, 76):
+            checkpointer.save(step, state(step), block=True)
+        assert checkpointer.steps() == [74, 76, 80]
+        for step in (80, 90):
+            checkpointer.save(step, state(step + 0.5), block=True)
+        assert checkpointer.steps() == [80, 90]
+        checkpointer.restore(found := state(), step=80)
+    assert found["x"][0] == 80.5

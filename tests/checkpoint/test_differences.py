@@ -207,3 +207,8 @@ def test_a_damaged_one_is_an_error(tmp_path):
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(DamagedCheckpoint, match="tensor 't'"):
         diff(first, second)
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0), ([1], [1.0])])
+def test_values_that_are_equal_in_python_alone_differ(tmp_path, one, other):
+    assert not compared(tmp_path, {"x": one}, {"x": other}).same

@@ -11,6 +11,7 @@ from torch import nn
 
 from overlapkit.checkpoint import Checkpointer, describe, list_checkpoints
 from overlapkit.checkpoint.finding import find_checkpoint
+from overlapkit.checkpoint.manifest import read_manifest
 from tests.checkpoint.faults import value_state
 from tests.checkpoint.loop import Cursor
 from tests.checkpoint.test_distributed import sharded, step
@@ -142,3 +143,16 @@ def test_shards_are_one_tensor_and_each_rank_has_its_own_values(tmp_path):
     for rank in (-1, 2):
         with pytest.raises(ValueError, match="ranks 0 to 1"):
             describe(tmp_path, rank=rank)
+
+
+def test_what_a_living_run_deletes_meanwhile_is_not_damaged(run, monkeypatch):
+    def deleted_first(folder):
+        if folder.name == "step-2":
+            shutil.rmtree(folder)
+        return read_manifest(folder)
+
+    monkeypatch.setattr("overlapkit.checkpoint.listing.read_manifest", deleted_first)
+    assert [(listed.step, listed.state) for listed in list_checkpoints(run)] == [
+        (9, "committed"),
+        (10, "committed"),
+    ]

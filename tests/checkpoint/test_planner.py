@@ -422,3 +422,53 @@ def test_sharded_states_are_planned_once_and_their_changes_noticed(tmp_path):
                 assert all(torch.equal(tensors[name], again[name]) for name in tensors), at
 
     run_ranks(2, run)
+
+
+def transpose_parameter(state):
+    layer = state["model"][1]
+    layer.weight.data = layer.weight.data.T
+
+
+def shrink_buffer(state):
+    state["model"][3].running_mean.resize_(2)
+
+
+@pytest.mark.parametrize("change", [transpose_parameter, shrink_buffer])
+@pytest.mark.parametrize("stage", ["late", "now"])
+def test_memory_that_is_read_in_another_way_is_noticed(tmp_path, change, stage):
+    """It is where it was: addresses tell nothing."""
+    state = build()
+    train(state)
+    with Checkpointer(tmp_path, stage=stage) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        change(state)
+        expected = truth(state)
+        checkpointer.save(2, state, block=True)
+    check(tmp_path, 2, expected)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_is_no_longer_tied_is_noticed(tmp_path, which):
+    """Two parameters that share their memory, as `nn.Parameter(other.data)` makes them, among hundreds."""
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(150))
+    model[101].weight = nn.Parameter(model[100].weight.data)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        model[100 + which].weight.data = torch.full((2, 2), 5.0)
+        expected = {f"model/{name}": value.clone() for name, value in model.state_dict().items()}
+        checkpointer.save(2, state, block=True)
+    check(tmp_path, 2, expected)
+
+
+def test_a_parameter_that_forward_changes_is_copied_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(Lane, "delay_s", 0.02)
+    model = nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Linear(4, 1))
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    expected = {f"model/{name}": value.clone() for name, value in model.state_dict().items()}
+    with Checkpointer(tmp_path) as checkpointer:
+        save = checkpointer.save(1, state)
+        model(torch.arange(10)).sum().backward()
+        save.wait()
+    assert not torch.equal(model[0].weight, expected["model/0.weight"])
+    check(tmp_path, 1, expected)

@@ -261,10 +261,11 @@ def _check_entry(entry: dict[str, Any]) -> None:
     if entry["kind"] == "module":
         dict.items(value)
     if entry["kind"] == "optimizer":
-        names = [name for group in value["rest"]["param_groups"] for name in group["params"]]
-        if unknown := value["state"].keys() - set(names):
-            raise ValueError(f"a state of {min(map(str, unknown))}, which no group has")
-        if not all(isinstance(moments, dict) for moments in value["state"].values()):
+        names = {name for group in value["rest"]["param_groups"] for name in group["params"]}
+        if not all(type(name) is str for name in names):
+            raise TypeError("the name of a parameter is no text")
+        of_parameters = [moments for name, moments in value["state"].items() if name in names]
+        if not all(isinstance(moments, dict) for moments in of_parameters):
             raise TypeError("the state of a parameter is no dict")
 
 

@@ -145,6 +145,7 @@ class Checkpointer(Shelf, Preemptible):
             self._helper,
             self._deletion,
             self._every,
+            self._lock,
         )
         self._uploads = self._tiers.uploads(name, timeout, self._log, policy)
         self._planner = Planner(self._quorum.rank, late=stage == "late")
@@ -157,6 +158,7 @@ class Checkpointer(Shelf, Preemptible):
         )
         self._calls = 0
         self._closing = self._closed = False
+        self._pid = os.getpid()
         self._unseen: list[BaseException] = []
         self._stay_open = close_at_exit(self, self._tiers.root)
         if self._uploads is not None and opened["earlier"]:
@@ -298,7 +300,7 @@ class Checkpointer(Shelf, Preemptible):
         Raises:
             Exception: Whatever made a save fail, unless it was raised before.
         """
-        if self._closed:
+        if self._closed or self._pid != os.getpid():  # in a forked child all of it is the parent's
             return
         self._closing = True
         if self._preemption is not None:
@@ -364,4 +366,9 @@ class Checkpointer(Shelf, Preemptible):
             raise RuntimeError(
                 "the process group is not the one that this Checkpointer was made in: make it after "
                 "init_process_group(), and a new one after each"
+            )
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"this Checkpointer was made in process {self._pid}, before the fork, and its files are that "
+                "process's: make one here"
             )

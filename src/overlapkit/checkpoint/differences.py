@@ -1,5 +1,6 @@
 """How two checkpoints differ, tensor by tensor, in memory that does not grow with them."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def diff(
     values = {
         path: (decode(one.values[path], str), decode(other.values[path], str))
         for path in paths
-        if one.values[path] != other.values[path]
+        if _text(one.values[path]) != _text(other.values[path])
     }
     for key in one.kinds.keys() & other.kinds.keys():
         if one.kinds[key] != other.kinds[key]:
@@ -117,6 +118,11 @@ def diff(
         values=values,
         same_tensors=len(names) - len(tensors),
     )
+
+
+def _text(value: Any) -> str:
+    """Typed JSON as text, in which True, 1 and 1.0 differ."""
+    return json.dumps(value, sort_keys=True)
 
 
 class _Side:

@@ -68,7 +68,10 @@ class Disk:
         old.rename(new)
 
     def remove(self, path: Path) -> None:
-        """Delete a folder and all that is in it. It is no error if another process was faster."""
+        """Delete a folder and all that is in it, or a link. It is no error if another process was faster."""
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+            return
         shutil.rmtree(path, onerror=_unless_gone)
 
     def remove_files(self, folder: Path, names: Sequence[str]) -> None:

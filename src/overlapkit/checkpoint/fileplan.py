@@ -71,7 +71,8 @@ class FilePlan:
         """
         address = memory.data_ptr()
         if address not in self._views:
-            view_of = dict(zip(self._order, _typed(memory, self._in_file), strict=True))
+            with torch.inference_mode(False):  # views of that mode could be filled in it only
+                view_of = dict(zip(self._order, _typed(memory, self._in_file), strict=True))
             self._views[address] = ([view_of[p] for p in self.late], [view_of[p] for p in self.now])
         return self._views[address]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from overlapkit.checkpoint import rng
-from overlapkit.checkpoint.commit import commit
+from overlapkit.checkpoint.commit import RunLock, commit
 from overlapkit.checkpoint.deletion import Deleting, delete_surplus
 from overlapkit.checkpoint.disk import Disk, saying_what_has_no_room
 from overlapkit.checkpoint.errors import RankFailed
@@ -33,6 +33,7 @@ class Run:
     helper: Lane
     deletion: Deleting
     every: Every
+    lock: RunLock | None  # held as long as a save runs, should the checkpointer be forgotten
 
 
 @dataclass(frozen=True)

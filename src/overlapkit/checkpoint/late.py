@@ -8,6 +8,7 @@ at once. The rest is looked at a moment later, on the lane, before the copy begi
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ WITNESSES = 128
 
 _version = operator.attrgetter("_version")
 _data_ptr = torch.Tensor.data_ptr
+_stride, _size = torch.Tensor.stride, torch.Tensor.size
 _local = operator.attrgetter("_local_tensor")
 
 
@@ -73,6 +75,8 @@ class Late:
         self._witnesses = _Memory([pieces[place] for place in places])
         self._addresses = list(map(_data_ptr, self.data))  # which may be behind the sources': see `follow`
         self._expected = [self._addresses[place] for place in places]
+        self._parameters = [place for place, piece in enumerate(pieces) if not piece.moment]
+        self._layouts = self._layouts_of(self.data)
 
     def in_place(self) -> bool:
         """Whether the witnesses' memory is where it was."""
@@ -87,21 +91,31 @@ class Late:
         Raises:
             CheckpointError: What is there now has another shape or dtype.
         """
-        addresses = self._all.addresses()
-        if addresses == self._addresses or not self.in_place():
+        found = self._all.tensors()
+        addresses, layouts = list(map(_data_ptr, found)), self._layouts_of(found)
+        if (addresses, layouts) == (self._addresses, self._layouts) or not self.in_place():
             return
-        for place, memory in enumerate(self._all.tensors()):
-            if addresses[place] != self._addresses[place]:
-                known = self.data[place]
+        for place, memory in enumerate(found):
+            known = self.data[place]
+            if addresses[place] != self._addresses[place] or _layout(memory) != _layout(known):
                 if (memory.shape, memory.dtype) != (known.shape, known.dtype):
                     raise CheckpointError(
                         f"{self._names[place]}: its data was replaced since the last save, and is now "
                         f"{memory.dtype} {tuple(memory.shape)}: use Checkpointer(stage='now')"
                     )
                 self.data[place] = memory.detach()
-        self._addresses = addresses
+        self._addresses, self._layouts = addresses, layouts
         if self._on_cpu:
             self.portions = portions(self.data, self._starts)
+
+    def _layouts_of(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """How parameters lie in their memory: `tensor.data = tensor.data.t()` leaves them where they are."""
+        parameters = [tensors[place] for place in self._parameters]
+        return [*map(_stride, parameters), *map(_size, parameters)]
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.stride(), tensor.shape
 
 
 class _Memory:

@@ -5,6 +5,7 @@ themselves.
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from overlapkit.checkpoint.box import is_dtensor, is_first_replica, local_part
 from overlapkit.checkpoint.codec import Constant, encode, join, root
 from overlapkit.checkpoint.pieces import DTYPES, Inventory, Piece, Slot
 from overlapkit.optimizer_step import with_hooks
+
+_WRAPPED = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def kind_of(value: object) -> str:
@@ -66,7 +69,7 @@ def without_wrappers(state: dict[str, Any]) -> dict[str, Any]:
 
 def plain_name(name: str) -> str:
     """A parameter's name as it is without torch.compile and activation checkpointing around submodules."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+    return _WRAPPED.sub("", name)
 
 
 def parameter_names(state: Mapping[str, Any]) -> dict[int, str]:
@@ -89,10 +92,12 @@ def optimizer_parameters(optimizer: Optimizer, names: Mapping[int, str]) -> list
 
 
 def named_optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """`optimizer.state_dict()` with parameter names in place of its indices."""
+    """`optimizer.state_dict()` with parameter names in place of its indices; other keys of its state stay."""
     name_of = [name for name, _ in optimizer_parameters(optimizer, names)]
     found = dict(optimizer.state_dict())
-    found["state"] = {name_of[index]: value for index, value in found["state"].items()}
+    found["state"] = {
+        name_of[index] if type(index) is int else index: value for index, value in found["state"].items()
+    }
     found["param_groups"] = [
         {**group, "params": [name_of[index] for index in group["params"]]} for group in found["param_groups"]
     ]
@@ -121,6 +126,7 @@ def take_fixed(state: Mapping[str, Any], rank: int, *, late: bool) -> Inventory:
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
     found.optimizers = [value for value in optimizers.values() if late and steps_through_hooks(value)]
     walk.stepped = {_address(p) for p in _parameters(found.optimizers)}
+    walk.stepped -= {_address(p) for p in _changed_by_forward(state)}
     hooked = {id(value) for value in found.optimizers}
     for key in state:
         if key in modules:
@@ -177,6 +183,7 @@ class _Walk:
         self.rank = rank
         self.stepped: set[int] = set()
         self._fixed = fixed
+        self._names: set[str] = set()
 
     def keep_module(self, path: str, tensor: torch.Tensor) -> str:
         return self.keep(
@@ -194,6 +201,9 @@ class _Walk:
 
     def keep(self, path: str, tensor: torch.Tensor, *, own: bool, late: bool, moment: bool = False) -> str:
         check_tensor(path, tensor)
+        if path in self._names:
+            raise ValueError(f"state has {path!r} twice: two keys, such as 1 and '1', read the same as text")
+        self._names.add(path)
         shape = tuple(tensor.shape)
         if not own and not is_first_replica(tensor, self.rank):
             if not is_dtensor(tensor):
@@ -222,6 +232,14 @@ def steps_through_hooks(optimizer: Optimizer) -> bool:
     if any(group.get("capturable") for group in optimizer.param_groups):
         return False
     return not any(hasattr(parameter, "_in_backward_optimizers") for parameter in _parameters([optimizer]))
+
+
+def _changed_by_forward(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The parameters that forward changes: embeddings that are scaled down to `max_norm`."""
+    for item in state.values():
+        for module in item.modules() if isinstance(item, nn.Module) else ():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                yield module.weight
 
 
 def _parameters(optimizers: list[Optimizer]) -> Iterator[torch.Tensor]:

@@ -1,5 +1,6 @@
 """The checkpoints of a directory, sound or not."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -63,7 +64,8 @@ def list_checkpoints(
     root = place_of(directory)
     if not root.is_dir():
         raise FileNotFoundError(f"directory={str(root)!r} does not exist, or is no folder")
-    found = [_look(step, folder) for step, folder in step_folders(root).items()]
+    looked = [_look(step, folder) for step, folder in step_folders(root).items()]
+    found = [listed for listed in looked if listed is not None]
     for listed in found if check else ():
         try:
             verify(listed.folder, progress=progress(listed.step) if progress is not None else None)
@@ -74,21 +76,25 @@ def list_checkpoints(
     return found
 
 
-def _look(step: int, folder: Path) -> Listed:
+def _look(step: int, folder: Path) -> Listed | None:
+    """What there is to say of one; None where it was deleted meanwhile."""
     listed = Listed(step, folder)
     if isinstance(folder, StorePath):
         listed.nbytes = sum(folder.store.sizes(folder.key).values())
         listed.written = folder.store.modified((folder / MANIFEST).key)
     for path in () if isinstance(folder, StorePath) else folder.rglob("*"):
-        status = path.lstat()
-        listed.nbytes += status.st_size if path.is_file() else 0
-        if path.name == MANIFEST:
-            listed.written = datetime.fromtimestamp(status.st_mtime, UTC)
+        with contextlib.suppress(FileNotFoundError):  # a run that lives deletes and replaces
+            status = path.lstat()
+            listed.nbytes += status.st_size if path.is_file() else 0
+            if path.name == MANIFEST:
+                listed.written = datetime.fromtimestamp(status.st_mtime, UTC)
     try:
         manifest = read_manifest(folder)
         listed.world, listed.metrics = manifest.world, decode(manifest.metrics, str)
         with making_sense_of(folder / "rank-00000.json", "a part"):
             listed.keys = tuple(manifest.part(0)["state"])
     except DamagedCheckpoint as error:
+        if not isinstance(folder, StorePath) and not folder.exists():
+            return None
         listed.state, listed.damage = "damaged", str(error)
     return listed

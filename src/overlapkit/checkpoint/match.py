@@ -25,9 +25,12 @@ from overlapkit.checkpoint.layout import (
 from overlapkit.checkpoint.placing import (
     Values,
     copy_in_place,
+    keep_dtypes,
     laid_out_as,
+    load,
     loads_plainly,
     put_into,
+    refusal,
     takes_as_it_is,
 )
 from overlapkit.checkpoint.tree import TREE, adopt
@@ -89,7 +92,9 @@ class _Matcher:
         self.catalog = catalog
         self.plan = plan
         self.modules = {
-            key: unwrap(item).state_dict() for key, item in state.items() if isinstance(item, nn.Module)
+            key: unwrap(item).state_dict(keep_vars=True)
+            for key, item in state.items()
+            if isinstance(item, nn.Module)
         }
         self.names = parameter_names(state)
 
@@ -117,6 +122,9 @@ class _Matcher:
         if saved is None:
             self.plan.problems.append(f"missing: tensor {name!r}")
             return False
+        if in_place and like is not None and (why := refusal(like)):
+            self.plan.problems.append(f"mismatch: tensor {name!r} {why}")
+            return False
         fits = (
             like is None or saved.shape == tuple(like.shape) and (not in_place or saved.dtype == like.dtype)
         )
@@ -138,7 +146,7 @@ class _Matcher:
         extras: dict[str, Any] = {}
         for plain, name in ((plain, names[plain]) for plain in entry if plain in names):
             current, found = actual[name], list(tensor_names(entry[plain]))
-            if not isinstance(current, torch.Tensor):
+            if not isinstance(current, torch.Tensor) or name.rsplit(".", 1)[-1] == "_extra_state":
                 if all(self.want(inner, None) for inner in found):
                     extras[name] = entry[plain]
             elif not found:
@@ -148,13 +156,16 @@ class _Matcher:
             elif self.want(found[0], current, in_place=True):
                 targets[found[0]] = current
         inner_module = unwrap(module)
+        own = {id(tensor) for tensor in (*inner_module.parameters(), *inner_module.buffers())}
+        made_up = [name for name, item in actual.items() if id(item) not in own]  # by a hook, or a method
 
         def apply(values: Values) -> None:
             copy_in_place(targets, values)
-            if not extras and all(map(loads_plainly, inner_module.modules())):
+            plainly = all(map(loads_plainly, inner_module.modules()))
+            if plainly and not made_up:
                 return  # everything is there
             given = {name: decode(extra, lambda n: values[n].clone()) for name, extra in extras.items()}
-            inner_module.load_state_dict({**actual, **given})
+            load(inner_module, {**actual, **given}, plainly, extras)
 
         return apply
 
@@ -188,10 +199,11 @@ class _Matcher:
             copy_in_place(held, values)
             given = decode(entry["rest"], lambda name: values[name].clone())
             moments = decode(entry["state"], lambda name: moment(name, values[name]))
-            given["state"] = {index[name]: item for name, item in moments.items()}
+            given["state"] = {index.get(name, name): item for name, item in moments.items()}
             for group in given["param_groups"]:
                 group["params"] = [index[name] for name in group["params"]]
             optimizer.load_state_dict(given)
+            keep_dtypes(optimizer, {p: moments[name] for name, p in parameters if name in moments})
 
         return apply
 

@@ -232,7 +232,7 @@ def open_directory(root: Path) -> None:
         ValueError: It, or one that it lies in, is a file.
         PermissionError: It cannot be made or written to.
     """
-    if root.is_symlink() and not root.exists():
+    if os.path.islink(root) and not root.exists():
         raise ValueError(f"directory={str(root)!r} is a link to {os.readlink(root)!r}, which does not exist")
     try:
         missing = [path for path in (root, *root.parents) if not path.exists()]

@@ -21,7 +21,7 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _RENAMES = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _LEAVES = (torch.Tensor, int, float, str, type(None))
 
-_data_ptr = torch.Tensor.data_ptr
+_data_ptr, _stride, _size = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.size
 _local = operator.attrgetter("_local_tensor")
 
 
@@ -29,8 +29,9 @@ class Outline:
     """What of a state's modules and optimizers must stay the same for its pieces to be used again.
 
     It sees parameters, buffers, submodules and optimizer states that came, went or were replaced, and other
-    parameter groups; and of what is not copied late, memory that was replaced (`buffer.data = other`). It
-    looks for new state_dict hooks on whole modules only. It holds tensors, and modules and optimizers weakly.
+    parameter groups; and of what is not copied late, or is tied, memory that was replaced (`buffer.data =
+    other`). It looks for new state_dict hooks on whole modules only. It holds tensors, and modules and
+    optimizers weakly.
 
     Args:
         state: A state.
@@ -54,9 +55,11 @@ class Outline:
             for module in modules
             for hook in module._state_dict_pre_hooks.values()
         ]
-        self._now = [piece.source for piece in pieces if not (piece.slot.late or piece.slot.sharded)]
-        self._addresses = list(map(_data_ptr, self._now))
-        self._sharded = [p.source for p in pieces if p.slot.sharded and not p.slot.late]
+        tied = {piece.slot.alias for piece in pieces} - {None}  # late or not: they must stay so
+        looked_at = [p for p in pieces if not p.slot.late or p.slot.alias is not None or p.slot.name in tied]
+        self._plain = [piece.source for piece in looked_at if not piece.slot.sharded]
+        self._places = _places(self._plain)
+        self._sharded = [piece.source for piece in looked_at if piece.slot.sharded]
         self._locals = list(map(_local, self._sharded))
 
     @property
@@ -77,7 +80,7 @@ class Outline:
         return (
             _identical(self._dicts, self._copies)
             and all(map(_OptimizerOutline.same, self._optimizers, optimizers))
-            and list(map(_data_ptr, self._now)) == self._addresses
+            and _places(self._plain) == self._places
             and _identical(list(map(_local, self._sharded)), self._locals)
         )
 
@@ -105,6 +108,11 @@ class _OptimizerOutline:
             and _identical(list(optimizer.state), self._parameters)
             and _identical(list(optimizer.state.values()), self.copies)
         )
+
+
+def _places(tensors: list[torch.Tensor]) -> list[Any]:
+    """Where tensors' memory is, and how they lie in it."""
+    return [*map(_data_ptr, tensors), *map(_stride, tensors), *map(_size, tensors)]
 
 
 def _passes_no_hook(group: dict[str, Any]) -> bool:

@@ -1,9 +1,11 @@
 """Putting restored values in place: into tensors that are there, or into new ones that are laid out alike."""
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from overlapkit.checkpoint.box import is_dtensor, local_part
 from overlapkit.checkpoint.catalog import Saved
@@ -20,6 +22,59 @@ def loads_plainly(module: nn.Module) -> bool:
     loads = type(module)._load_from_state_dict
     by_torch = loads is nn.Module._load_from_state_dict or isinstance(module, nn.modules.batchnorm._NormBase)
     return by_torch and type(module).load_state_dict is nn.Module.load_state_dict and not hooks
+
+
+def load(module: nn.Module, values: dict[str, Any], plainly: bool, extras: Collection[str]) -> None:
+    """Have a module take values that its state_dict makes up: copies, extra state.
+
+    What a state_dict hook leaves out, a module that loads plainly does without, too.
+
+    Raises:
+        RuntimeError: It does not take them back.
+    """
+    if not plainly:
+        module.load_state_dict(values)
+        return
+    left = module.load_state_dict(values, strict=False)
+    lost = [name for name in left.unexpected_keys if left.missing_keys or name in extras]
+    if lost:
+        raise RuntimeError(
+            f"{type(module).__name__}.load_state_dict does not take back what its state_dict gives: {lost}"
+        )
+
+
+def refusal(target: torch.Tensor) -> str | None:
+    """Why nothing can be copied into a tensor, in words; None where something can."""
+    if nn.parameter.is_lazy(target):
+        return "has no shape yet: run a batch through its lazy module first"
+    if target.is_meta:
+        return "is on the meta device and has no memory yet: call to_empty(), or parallel.materialize()"
+    strides = target.stride()
+    if 0 in strides and any(stride == 0 and n > 1 for stride, n in zip(strides, target.shape, strict=True)):
+        return "was expanded, and has one memory for many elements: clone() it"
+    return None
+
+
+def keep_dtypes(optimizer: Optimizer, saved: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+    """Give an optimizer's state the dtypes that were saved.
+
+    torch has cast all of it to the parameters' (pytorch#43706), and spoilt what is text. An optimizer that
+    loads in a way of its own has seen to that itself.
+    """
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict and not hooks:
+        for parameter, moments in saved.items():
+            optimizer.state[parameter] = _as_saved(optimizer.state[parameter], moments)
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        return loaded | {key: _as_saved(loaded[key], item) for key, item in saved.items() if key in loaded}
+    if type(loaded) is type(saved) and type(saved) in (list, tuple):
+        return type(saved)(map(_as_saved, loaded, saved))
+    return saved if type(loaded) is type(saved) else loaded
 
 
 def takes_as_it_is(now: Any, saved: Saved, like: torch.Tensor | None) -> bool:

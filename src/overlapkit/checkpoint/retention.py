@@ -43,18 +43,21 @@ class Policy:
 
         Nothing goes on the strength of a checkpoint that nobody has verified: a step is surplus only where
         `keep` verified ones are above it, and the best of the verified ones stays beside the best of all.
+        Steps above `newest` are those of a branch that was left (somebody went back to an earlier step): they
+        stay until the new one has passed them, and do not count, or they would cost the new one's.
 
         Args:
             found: The metrics of all committed, sound checkpoints.
             verified: Those whose every byte is known to be what was written.
-            newest: The step just committed: it stays, even below higher steps of an abandoned branch.
+            newest: The step just committed.
         """
         if self.keep is None:
             return []
         counted = {step: found[step] for step in sorted(found) if step in verified}
-        if len(counted) < self.keep:
+        branch = [step for step in counted if step <= newest]
+        if len(branch) < self.keep:
             return []
-        floor = list(counted)[-self.keep]
+        floor = branch[-self.keep]
         stay = {newest}
         if self.best is not None:
             stay |= {*self.best.ranked(found)[:1], *self.best.ranked(counted)[:1]}

@@ -43,7 +43,9 @@ class Tiers:
 
     def __init__(self, directory: PathLike, local: PathLike | None) -> None:
         far = local_path(directory)
-        path = far if local is None else Path(local)
+        if far is not None:
+            directory = far = far.absolute()  # a script may change its working directory
+        path = far if local is None else Path(local).absolute()
         if local is not None and far is not None and os.path.realpath(far) == os.path.realpath(local):
             raise ValueError(f"local={str(local)!r} is the directory itself: leave local= out")
         self.direct = path is None

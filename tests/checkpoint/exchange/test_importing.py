@@ -527,3 +527,9 @@ def test_a_failure_leaves_the_directory_as_it_was(tmp_path, monkeypatch, call):
             import_checkpoint(path, tmp_path / "run", step=2, parameters=names(trained()))
     assert sorted(path.relative_to(tmp_path) for path in (tmp_path / "run").rglob("*")) == before
     shutil.rmtree(tmp_path / "run")
+
+
+def test_two_keys_that_read_the_same_are_refused(tmp_path):
+    torch.save({"x": {1: torch.zeros(2), "1": torch.ones(2), "n": 0}}, tmp_path / "a.pt")
+    with pytest.raises(TypeError, match="'x/1' is there twice"):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1)

@@ -313,3 +313,24 @@ def test_where_urls_are_not_taken_the_error_says_what_to_give(tmp_path, monkeypa
     assert result.exit_code == 2
     assert "source='inject:/bucket/run'" in result.output
     assert os.listdir() == []
+
+
+@pytest.mark.parametrize("fault", [DamagedCheckpoint, ValueError])
+def test_what_is_no_fault_of_the_store_is_told_at_once_and_as_it_is(tmp_path, monkeypatch, fault):
+    """Asking the store again would not help."""
+    layer = torch.nn.Linear(3, 3)
+    torch.nn.init.constant_(layer.weight, 1e30)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": layer}, block=True)
+    if fault is DamagedCheckpoint:
+        path = tmp_path / "step-1" / "rank-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    monkeypatch.setattr(Store, "pauses_s", (60.0,))
+    with pytest.raises(fault, match="'.*weight'|'.*bias'"):
+        export(tmp_path, "memory://exports/a", dtype=torch.float16 if fault is ValueError else None)
+    assert Store("memory://exports").sizes("a") == {}
+
+
+def test_a_url_that_names_no_folder_is_refused():
+    with pytest.raises(ValueError, match=r"names no folder: give one, such as memory://run"):
+        Checkpointer("memory://")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from overlapkit.checkpoint.disk import Disk, write_file
-from overlapkit.checkpoint.errors import CheckpointError
+from overlapkit.checkpoint.errors import CheckpointError, StoreError
 from overlapkit.checkpoint.exchange.export_files import INDEX, SINGLE, Files, Row, contents, in_order, index
 from overlapkit.checkpoint.progress import Count
 from overlapkit.checkpoint.remote.place import StorePath
@@ -43,11 +43,24 @@ def _into_store(folder: StorePath, files: Files, tied: dict[str, str], count: Co
         for name, rows in files.items():
             start = count.done
 
-            def views(rows: list[Row] = rows, start: int = start) -> Iterator[memoryview]:
-                count.done = start  # the store is asked again
-                return contents(rows, tied, count)
+            failed: list[ValueError] = []
 
-            store.write(name, views)
+            def views(
+                rows: list[Row] = rows, start: int = start, failed: list[ValueError] = failed
+            ) -> Iterator[memoryview]:
+                count.done = start  # the store is asked again
+                try:
+                    yield from contents(rows, tied, count)
+                except ValueError as error:  # a value that the dtype does not have is no fault of the store
+                    failed.append(error)
+                    raise
+
+            try:
+                store.write(name, views)
+            except StoreError:
+                if failed:
+                    raise failed[-1] from None
+                raise
         if len(files) > 1:
             store.put(INDEX, index(files))
     except BaseException:

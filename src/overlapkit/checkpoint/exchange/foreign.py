@@ -60,6 +60,8 @@ class Foreign:
                 f"{path!r} is a {type(tensor).__name__} of dtype {tensor.dtype} and layout {tensor.layout}, "
                 "which cannot be kept; leave its key out with keys="
             )
+        if path in self.tensors:
+            raise TypeError(f"{path!r} is there twice: two keys, such as 1 and '1', read the same as text")
         self.tensors[path] = tensor
         return path
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from overlapkit.checkpoint.errors import StoreError
+from overlapkit.checkpoint.errors import CheckpointError, StoreError
 from overlapkit.checkpoint.opening import is_url
 from overlapkit.checkpoint.remote.place import StorePath
 from overlapkit.extras import require
@@ -16,7 +16,7 @@ from overlapkit.extras import require
 T = TypeVar("T")
 
 _BLOCK = 64 << 20  # bytes of one part of a multipart upload: 10,000 of them are the most that S3 takes
-_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError)
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
 
 
 class Store:
@@ -45,6 +45,8 @@ class Store:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        if self.url.endswith(":"):
+            raise ValueError(f"{url!r} names no folder: give one, such as {self.url}//run")
         if found := set("*?[") & set(url) or "::" in url:
             raise ValueError(f"{url!r} has {found if isinstance(found, set) else '::'}: give a plain URL")
         fsspec = require("fsspec", "remote")
@@ -165,7 +167,7 @@ class Store:
         for pause in (*self.pauses_s, None):
             try:
                 return what()
-            except FileNotFoundError:
+            except (FileNotFoundError, CheckpointError):  # the latter of what was to be written
                 raise
             except Exception as error:
                 if pause is None or isinstance(error, _FINAL):
