@@ -4,8 +4,10 @@ Each case names what the message must have in it. A mistake that is refused is r
 happened; one that is only likely is warned of.
 """
 
+import copy
 import errno
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -254,3 +256,21 @@ def test_an_old_torch_is_one_error_at_the_import():
     for version, line in zip(versions[:3], lines, strict=False):
         assert f"needs torch 2.11 or newer, and this is torch {version}: pip install --upgrade torch" in line
     assert lines[3:] == ["fine"] * 3
+
+
+MADE = {
+    "loader": lambda folder: ok.DeviceLoader(batches(), "cpu"),
+    "checkpointer": ok.Checkpointer,
+    "meter": lambda folder: ok.StepMeter(made()["model"]),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_what_owns_threads_and_files_is_not_copied(make, tmp_path):
+    """A module that holds one may be copied (by torch's AveragedModel) or given to a spawned process."""
+    holder = nn.Identity()
+    holder.part = make(tmp_path)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"a \w+ cannot be copied or pickled: .* [Mm]ake one"):
+            copied(holder)
+    holder.part.close()

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from torch.optim import Optimizer
 
@@ -330,6 +330,12 @@ class Checkpointer(Shelf, Preemptible):
             for other in errors[1:]:
                 errors[0].add_note(f"another save failed, too: {other!r}")
             raise errors[0]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(  # two would close one file descriptor, the lock's
+            "a Checkpointer cannot be copied or pickled: its lock and its threads belong to it alone. Keep "
+            "it out of what is copied (a module's attributes, say), and make one in each process that saves"
+        )
 
     def __enter__(self) -> Self:
         return self

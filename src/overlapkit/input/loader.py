@@ -1,7 +1,7 @@
 """DeviceLoader: the next batch is read, and copied to the device, while the step computes."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -224,6 +224,12 @@ class DeviceLoader:
         "reuse" (exposed: the copy to the fixed addresses).
         """
         return self._feed.log.take()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a DeviceLoader cannot be copied or pickled: its thread and what it has read belong to it alone. "
+            "Make one around the source where it is to be used"
+        )
 
     def close(self) -> None:
         """End all passes and free the host buffers. The loader can be used again."""

@@ -110,7 +110,13 @@ def cross_entropy(
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """torch.nn.CrossEntropyLoss through `cross_entropy`, whose options it takes."""
+    """torch.nn.CrossEntropyLoss through `cross_entropy`, whose options it takes.
+
+    Args:
+        weight: Of each class (V,), or None.
+        ignore_index, reduction, label_smoothing: As torch's.
+        z_loss, softcap, return_lse, vocab_group: As of `cross_entropy`.
+    """
 
     z_loss: float = 0.0
     softcap: float | None = None

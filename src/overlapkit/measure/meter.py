@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -232,6 +232,12 @@ class StepMeter:
             self._ledger, window, self._closeup.seen, self._rank, self._across.ranks(patience), **self._speed
         )
         return report if self._tracer is None else self._tracer.fold(report)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a StepMeter cannot be copied or pickled: it measures the objects that it was given, in this "
+            "process. Keep it out of what is copied, and make one where the loop runs"
+        )
 
     def close(self) -> None:
         """Take every hook off and deliver what was logged. Records and report() stay; step() is an error."""

@@ -70,7 +70,8 @@ def check_holders(model: nn.Module, function: str) -> None:
             + (
                 f"pass the plain model to {function}, before DistributedDataParallel has it"
                 if isinstance(holder, DistributedDataParallel)
-                else f"call {function} first, then make the optimizer from model.parameters()"
+                else f"call {function} first, then make the optimizer from model.parameters(). In a notebook "
+                "make the model anew, too, where its cell is run again"
             )
         )
 
