@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from overlapkit import __version__
 from overlapkit.checkpoint import Checkpointer, tables
 from overlapkit.cli import app, main
 from tests.checkpoint.loop import build, train_step
@@ -277,3 +278,44 @@ def test_names_cannot_move_the_cursor_or_style_a_table(monkeypatch, stream):
 )
 def test_sizes_for_people(nbytes, text):
     assert tables.size(nbytes) == text
+
+
+def test_versions_are_named():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"overlapkit {__version__}, torch {torch.__version__}, Python 3.")
+
+
+def test_the_package_itself_runs():
+    command = [sys.executable, "-m", "overlapkit", "--version"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.startswith(f"overlapkit {__version__}, ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("compare", "{}/gone", "{}/gone"), "{}/gone: no such file or directory"),
+        (("compare", "{}", "{}"), "{}: is a directory"),
+        (("plan", "{}/gone", "--node-gb-s", "1"), "{}/gone: no such file or directory"),
+        (("plan", "{}", "--node-gb-s", "1"), "{}: is a directory"),
+        (("plan", "{}/text", "--node-gb-s", "1"), "{}/text: no profile: JSONDecodeError: "),
+        (("explain", "{}/gone"), "{}/gone: no such file or folder"),
+        (("doctor", "--data", "{}/gone"), "data='{}/gone' is no folder here"),
+        (("checkpoint", "show", "{}/gone"), "'{}/gone' does not exist"),
+        (("checkpoint", "show", "{}/text"), "'{}/text' does not exist, or is no folder"),
+        (("checkpoint", "import", "a", "b", "--step", "1", "--parameters", "k={}/gone"), "{}/gone: no such"),
+        (
+            ("checkpoint", "import", "a", "b", "--step", "1", "--parameters", "k={}/text"),
+            "{}/text is no JSON",
+        ),
+    ],
+)
+def test_a_bad_path_is_told_in_words(words, told, tmp_path):
+    (tmp_path / "text").write_text("hi")
+    result = CliRunner().invoke(app, [word.format(tmp_path) for word in words])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: " + told.format(tmp_path))
+    assert result.stderr.count("\n") == 1
+    assert "Errno" not in result.stderr

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from overlapkit import cli_doctor, cli_explain, cli_plan
+from overlapkit import __version__, cli_doctor, cli_explain, cli_plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 checkpoint = typer.Typer(
@@ -32,8 +32,21 @@ StepArgument = Annotated[int | None, typer.Argument(help="Which checkpoint; the 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def _print_versions(asked: bool) -> None:
+    """What a report of a fault has to name, and nothing else."""
+    if asked:
+        import torch
+
+        print(f"overlapkit {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+        raise typer.Exit
+
+
 @app.callback()
-def overlapkit() -> None:
+def overlapkit(
+    versions: Annotated[
+        bool, typer.Option("--version", help="Print versions.", is_eager=True, callback=_print_versions)
+    ] = False,
+) -> None:
     """Parts for PyTorch training loops whose lanes run at once."""
 
 
@@ -192,7 +205,7 @@ def import_(
         keys = {(pair := word.partition("="))[0]: pair[2] or pair[0] for word in key or ()}
         kinds: dict[str, Any] = _pairs("--kind", kind)
         files = _pairs("--parameters", parameters)
-        names = {name: json.loads(Path(file).read_text()) for name, file in files.items()}
+        names = {name: _names_in(file) for name, file in files.items()}
         with tables.progress_bar("importing") as progress:
             path = import_checkpoint(
                 source,
@@ -213,6 +226,13 @@ def _pairs(option: str, words: list[str] | None) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
+def _names_in(file: str) -> Any:
+    try:
+        return json.loads(Path(file).read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from None
+
+
 @contextlib.contextmanager
 def _exit_status() -> Iterator[None]:
     """Turn errors into a line on stderr and the exit status that the module docstring states."""
@@ -228,8 +248,9 @@ def _exit_status() -> Iterator[None]:
         FileNotFoundError,
         FileExistsError,
         NotADirectoryError,
+        IsADirectoryError,
     ) as error:
-        _complain(f"error: {error}")
+        _complain(f"error: {_told(error)}")
         raise typer.Exit(2) from None
     except (RuntimeError, OSError) as error:
         from overlapkit.checkpoint import CheckpointError
@@ -237,8 +258,15 @@ def _exit_status() -> Iterator[None]:
 
         if not isinstance(error, CheckpointError | TraceError | OSError):
             raise
-        _complain(f"error: {error}")
+        _complain(f"error: {_told(error)}")
         raise typer.Exit(1) from None
+
+
+def _told(error: Exception) -> str:
+    """The message; of the system's own errors what it says of which file, without a number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    return str(error)
 
 
 def _complain(what: object) -> None:

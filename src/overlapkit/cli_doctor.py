@@ -25,7 +25,7 @@ def doctor(
 ) -> bool:
     """Look at what a step stands on, from GPU to storage: what is weak, what it costs, what to do.
 
-    Alone it looks at this machine; started by torchrun (torchrun ... -m overlapkit.cli doctor), at all
+    Alone it looks at this machine; started by torchrun (torchrun ... -m overlapkit doctor), at all
     ranks of the job, and rank 0 prints.
     """
     from overlapkit.checkpoint import tables

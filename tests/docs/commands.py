@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 OPTIONS_ONLY = {
     "overlapkit doctor": "takes ten seconds and more; the page's Python block runs it once",
-    "torchrun --nproc-per-node 8 -m overlapkit.cli doctor": "the same, on eight ranks",
+    "torchrun --nproc-per-node 8 -m overlapkit doctor": "the same, on eight ranks",
     "python benchmarks/": "takes minutes; tests/benchmarks runs them shortened",
 }
 """Beginnings of lines of which only the options are looked up, and why."""

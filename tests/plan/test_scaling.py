@@ -86,7 +86,7 @@ def test_the_command_chooses_a_plan_and_takes_one(profile: Path, tmp_path: Path)
         (("--node-gb-s", 1, "--ranks", "16"), "do not fit a node of 8"),
         (("--node-gb-s", 1, "--ranks", "2", "--wrapper", "ddp"), "wrapper='ddp'"),
         (("--node-gb-s", 1, "--ranks", "2", "--memory-gib", 0.0001, "--choose", "x.json"), "no plan fits"),
-        (("--node-gb-s", 1, "--plan", "a", "--choose", "b"), "No such file"),
+        (("--node-gb-s", 1, "--plan", "a", "--choose", "b"), "a: no such file"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(profile: Path, arguments: tuple, words: str) -> None:

@@ -1,6 +1,6 @@
 """What is measured once and read again later: a file of JSON."""
 
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Self
 
@@ -35,6 +35,9 @@ class Stored:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It holds something else.
+            ValueError: It holds something else; the message names the file.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{fspath(path)}: {error}") from error
