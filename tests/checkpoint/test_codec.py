@@ -1,8 +1,12 @@
 """Typed JSON: every value comes back equal, of the same type, through real JSON text."""
 
+import argparse
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import make_dataclass
+from enum import Enum
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,3 +175,19 @@ def test_any_nesting_comes_back(value):
     back = through_json(value)
     assert back == value
     assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "instead"),
+    [
+        (Path("x"), "str(...)"),
+        (argparse.Namespace(lr=1.0), "vars(...)"),
+        (make_dataclass("D", ["lr"])(1.0), "dataclasses.asdict(...)"),
+        (Enum("E", "A")(1), "its .value"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else type(part).__name__,
+)
+def test_what_makes_a_plain_value_is_told(value, instead):
+    with pytest.raises(TypeError) as caught:
+        encode({"a": value}, "x", lambda name, _: name)
+    assert f"give plain values (here {instead}), tensors" in str(caught.value)

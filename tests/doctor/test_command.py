@@ -42,7 +42,7 @@ def call(monkeypatch, found, *words, status=0):
 
 def test_exit_status_is_the_verdict(monkeypatch):
     out, _, _ = call(monkeypatch, Diagnosis((OK,)))
-    assert out.startswith("Nothing weak in 1 lines.")
+    assert out.startswith("Nothing weak in 1 line.")
     out, _, _ = call(monkeypatch, Diagnosis((OK, DARK)))
     assert out.startswith("Nothing weak in 2 lines; 1 could not be read.")
     out, _, _ = call(monkeypatch, Diagnosis((OK, WEAK)), status=1)

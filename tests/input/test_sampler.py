@@ -266,7 +266,7 @@ def test_a_state_goes_through_pickle_and_a_copy_of_the_sampler() -> None:
         ((0,), ValueError, "dataset=0"),
         ((Numbers(0),), ValueError, "dataset=0"),
         ((True,), ValueError, "dataset=True"),
-        ((iter([1]),), TypeError, "len"),
+        ((iter([1]),), TypeError, "dataset is a list_iterator: give what has a length, or the number"),
         ((9, 0, 0), ValueError, "num_replicas=0"),
         ((9, 2, 2), ValueError, "rank=2: with num_replicas=2 it is 0 to 1"),
         ((9, 2, -1), ValueError, "rank=-1"),

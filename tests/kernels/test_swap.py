@@ -146,6 +146,8 @@ def test_only() -> None:
     model = Model()
     assert kernels.swap(model, only=["blocks.*.norm1"]).changed == ["blocks.0.norm1", "blocks.1.norm1"]
     assert type(model.blocks[0].norm2) is nn.RMSNorm
+    one = kernels.swap(Model(), only=["blocks.0.norm1"])
+    assert str(one).startswith("1 module runs fused: 'blocks.0.norm1'")
     with pytest.raises(ValueError, match="only='block.*' matches no module"):
         kernels.swap(model, only=["block.*"])
     with pytest.raises(TypeError, match="only='loss' is one string"):

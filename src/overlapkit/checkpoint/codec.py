@@ -5,13 +5,18 @@ milestones. What JSON cannot say is written as {"$": type, "v": value}; tensors 
 caller, and only a reference to them is kept.
 """
 
+import argparse
 import base64
 import json
 import math
+import os
 import re
+import types
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -123,9 +128,22 @@ def _encode_leaf(value: Any, kind: type, path: str) -> Any:
         return _tagged("device", str(value))
     raise TypeError(
         f"state {path!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept without pickling: "
-        "give plain values, tensors, or (at the top level of state) a module, an optimizer or an object "
-        "with state_dict() and load_state_dict()"
+        f"give plain values{_instead(value)}, tensors, or (at the top level of state) a module, an optimizer "
+        "or an object with state_dict() and load_state_dict()"
     )
+
+
+def _instead(value: Any) -> str:
+    """What makes a plain value of one that people put into a state."""
+    if isinstance(value, os.PathLike):
+        return " (here str(...))"
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return " (here vars(...))"
+    if is_dataclass(value) and not isinstance(value, type):
+        return " (here dataclasses.asdict(...))"
+    if isinstance(value, Enum):
+        return " (here its .value)"
+    return ""
 
 
 def _tagged(tag: str, value: Any) -> dict[str, Any]:

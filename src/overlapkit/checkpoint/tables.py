@@ -23,6 +23,7 @@ from overlapkit.checkpoint.differences import Difference
 from overlapkit.checkpoint.listing import Listed
 from overlapkit.checkpoint.progress import Progress
 from overlapkit.checkpoint.verification import Damage
+from overlapkit.counted import counted
 
 _LONG = 60  # characters of a value in a table; JSON has them whole
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -105,7 +106,7 @@ def print_contents(contents: Contents) -> None:
         str(contents.folder),
         f"step {contents.step}",
         f"written by {contents.world} rank(s), shown for rank {contents.rank}",
-        f"{len(contents.tensors)} tensors, {size(total)}",
+        f"{counted(len(contents.tensors), 'tensor')}, {size(total)}",
         f"generators: {', '.join(contents.generators) or 'none'}",
         *([metrics] if metrics else []),
     ]
@@ -157,7 +158,8 @@ def print_difference(found: Difference) -> None:
     if rows:
         print_table(("name", "how", "what", "elements ", "max abs "), rows)
     compared = "all ranks' own values" if found.ranks > 1 else "rank 0's own values"
-    print(f"{found.same_tensors} tensors are the same, {len(rows)} differences; {compared} were compared")
+    same = f"{counted(found.same_tensors, 'tensor')} {'is' if found.same_tensors == 1 else 'are'} the same"
+    print(f"{same}, {counted(len(rows), 'difference')}; {compared} were compared")
 
 
 def difference_as_json(found: Difference) -> dict[str, Any]:

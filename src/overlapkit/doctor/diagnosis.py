@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from overlapkit.counted import counted
 from overlapkit.doctor.line import LAYERS, Line, spans
 
 
@@ -89,7 +90,7 @@ def verdict(diagnosis: Diagnosis) -> str:
     unknown = sum(line.state == "unknown" for line in diagnosis.lines)
     dark = f"; {unknown} could not be read" if unknown else ""
     if not weak:
-        return f"Nothing weak in {len(diagnosis.lines)} lines{dark}."
+        return f"Nothing weak in {counted(len(diagnosis.lines), 'line')}{dark}."
     layers = [layer for layer in LAYERS if any(line.layer == layer for line in weak)]
     return f"{len(weak)} weak, the lowest in layer {layers[0]}: mend from the bottom up{dark}."
 

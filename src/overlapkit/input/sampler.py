@@ -193,7 +193,13 @@ class Pass:
 
 
 def _size_of(dataset: Any) -> int:
-    size = dataset if isinstance(dataset, Number) else len(dataset)
+    try:
+        size = dataset if isinstance(dataset, Number) else len(dataset)
+    except TypeError as error:
+        what = type(dataset).__name__
+        raise TypeError(
+            f"dataset is a {what}: give what has a length, or the number of samples ({error})"
+        ) from None
     if not is_integer(size) or size < 1:
         raise ValueError(f"dataset={size!r}: an epoch has at least one sample")
     return int(size)

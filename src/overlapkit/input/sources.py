@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from overlapkit.counted import counted
 from overlapkit.input.generators import Generators, random_state, tell_lost
 from overlapkit.input.landing import Empty, read
 from overlapkit.input.nesting import ATOMS
@@ -142,8 +143,8 @@ class Source(ABC):
         length = known_length(self.original)
         if length is not None and resume.taken > length:
             raise ValueError(
-                f"state has taken {resume.taken} batches, source has {length}: it is not the source that the "
-                "state was saved over"
+                f"state has taken {counted(resume.taken, 'batch')}, source has {length}: it is not "
+                "the source that the state was saved over"
             )
 
     def rest(self) -> Position:
@@ -208,7 +209,9 @@ class Stateful(Source):
     def check(self, resume: Position) -> None:
         """Refuse a position without the source's own state."""
         if resume.begun and resume.mark is None:
-            raise ValueError(f"state has taken {resume.taken} batches and no state of source: it is damaged")
+            raise ValueError(
+                f"state has taken {counted(resume.taken, 'batch')} and no state of source: it is damaged"
+            )
 
     def rest(self) -> Position:
         """The source's state."""

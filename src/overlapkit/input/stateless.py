@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+from overlapkit.counted import counted
 from overlapkit.input.generators import Generators, held_by, random_state
 from overlapkit.input.landing import Empty, read
 from overlapkit.input.position import Position
@@ -61,7 +62,8 @@ class Opaque(Source):
 
     def _warn(self, count: int) -> None:
         if count:
-            warn(f"drop_through=True: {count} batches that were taken before are read again and dropped")
+            were = "was taken before is" if count == 1 else "were taken before are"
+            warn(f"drop_through=True: {counted(count, 'batch')} that {were} read again and dropped")
 
 
 class Resettable(Opaque):
@@ -90,7 +92,8 @@ class Resettable(Opaque):
         if resume is None and self.read:
             warn(
                 f"{type(self.original).__name__} cannot begin anew before its epoch is over: this pass goes "
-                f"on after the {self.read} batches that the last one read, some of them ahead of the loop"
+                f"on after the {counted(self.read, 'batch')} that the last one read, some of them ahead of "
+                "the loop"
             )
         self._warn(taken - self.read)
         return Cursor(_Epoch(self), Position(taken), forgets=True, to_drop=taken - self.read)

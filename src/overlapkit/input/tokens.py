@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from overlapkit.counted import counted
 from overlapkit.input.checks import as_count, as_rank, as_seed, check_choice
 from overlapkit.input.landing import Empty, host_memory
 from overlapkit.input.order import Order
@@ -101,8 +102,9 @@ class TokenShards:
         self.order = Order(self.windows.count, rank, world_size, seed, shuffle, drop_last)
         if self.windows.count < (batch_size * world_size if drop_last else 1):
             raise ValueError(
-                f"directory={str(directory)!r} holds {self.windows.count} windows of window={window}: that "
-                f"makes no batch of batch_size={batch_size} for each of {world_size} ranks. Lower these"
+                f"directory={str(directory)!r} holds {counted(self.windows.count, 'window')} of "
+                f"window={window}: that makes no batch of batch_size={batch_size} for each of "
+                f"{world_size} ranks. Lower these"
             )
         least = batch_size if drop_last else 1
         dtype = str(self.windows.dtype).removeprefix("torch.")

@@ -120,8 +120,8 @@ def _late(window: Window) -> list[Finding]:
     ranks = window.ranks
     if isinstance(ranks, str) or not ranks.late or not is_late(ranks):
         return []
-    cost = ranks.explained_ms
-    return [Finding("communication", cost, cost / ranks.period_ms, *remedy(ranks), cost)]
+    cost, fix = ranks.explained_ms, remedy(ranks, window.coverage.device)
+    return [Finding("communication", cost, cost / ranks.period_ms, *fix, cost)]
 
 
 def _transfer_ms(window: Window) -> float | None:

@@ -135,7 +135,7 @@ def _arrival(window: Window) -> Answer:
     value, verdict, evidence = together(window.ranks)
     if not value and not window.ranks.collectives and window.ranks.unseen:
         return unmeasured("ranks together", "ms", window.ranks.unseen)
-    fix = ": ".join(remedy(window.ranks)) if is_late(window.ranks) else None
+    fix = ": ".join(remedy(window.ranks, window.coverage.device)) if is_late(window.ranks) else None
     return say("ranks together", value, "ms", verdict, evidence, fix)
 
 

@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from overlapkit.counted import counted
 from overlapkit.measure.detail import StepDetail
 
 _MIB = 2**20
@@ -42,7 +43,7 @@ def _lines(detail: StepDetail) -> Iterator[tuple[str, str]]:
     if detail.checkpoint is not None:
         cost = detail.checkpoint
         slowdown = "" if cost.slowdown_ms is None else f" + {cost.slowdown_ms:.1f} of slower steps"
-        a_save = f"({cost.stall_ms:.1f} ms of stall{slowdown}) / {cost.interval:.0f} steps"
+        a_save = f"({cost.stall_ms:.1f} ms of stall{slowdown}) / {counted(round(cost.interval), 'step')}"
         yield "saving", f"{a_save} = {cost.amortised_ms:.2f} ms a step"
     if detail.io is not None:
         read, written = detail.io.read_bytes / _MIB, detail.io.written_bytes / _MIB

@@ -4,12 +4,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from overlapkit.measure.across.handed import COLUMNS, LIMIT_BYTES, decode, hand_in
 from overlapkit.measure.across.judge import LOCAL, judge, sum_up
 from overlapkit.measure.across.ranks import Ranks
 from overlapkit.measure.across.words import is_late, remedy, tail_split, together
 from tests.measure.across.steps import record, trace
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def window(ranks, steps, late, *, spans=None, stood=(600, 650), **parts):
@@ -76,9 +79,11 @@ def test_a_late_rank_is_named_with_its_phase_although_all_steps_are_equally_long
     assert value == pytest.approx(0.2, rel=0.05)
     assert verdict.startswith("no, 0.2")
     assert evidence.startswith("rank 1 in 8 of 8 steps, 0.2 ms late, 0.2 ms of it longer in ")
-    who, what = remedy(ranks)
+    who, what = remedy(ranks, CPU)
     assert who == "rank 1"
     assert ("collect_garbage" in what) == (phase == "garbage")
+    assert "GPU" not in what
+    assert ("GPU's clocks" in remedy(ranks, GPU)[1]) == (phase in ("forward", "backward"))
     assert ranks.parts[phase].worst_rank == 1
     assert ranks.parts[phase].skew_ms == pytest.approx(0.2)
 
@@ -93,7 +98,7 @@ def test_a_culprit_that_rotates_is_found_by_the_step():
     ]
     assert ranks.late_ms == pytest.approx(0.2, rel=0.05)
     assert "changes from step to step: rank 0 in 4 of 12 steps" in together(ranks)[2]
-    who, what = remedy(ranks)
+    who, what = remedy(ranks, CPU)
     assert who == "ranks 0, 1, 2"
     assert what.startswith("late in turn, in backward")
 
@@ -104,7 +109,7 @@ def test_each_of_many_ranks_that_are_late_in_turn_counts():
     assert len(ranks.late) == 32
     assert ranks.late_ms == pytest.approx(0.2, rel=0.05)
     assert is_late(ranks)
-    assert remedy(ranks)[0].endswith(" and 28 more")
+    assert remedy(ranks, CPU)[0].endswith(" and 28 more")
 
 
 def test_a_rank_that_is_late_in_few_steps_is_told_by_its_steps():
@@ -177,7 +182,7 @@ def test_what_a_device_waited_is_not_taken_for_work():
     (found,) = ranks.late
     assert (found.rank, found.phase, found.at) == (2, None, "all_reduce b, in backward")
     assert is_late(ranks)
-    assert remedy(ranks)[1].startswith("others wait for it at all_reduce b")
+    assert remedy(ranks, CPU)[1].startswith("others wait for it at all_reduce b")
 
 
 def test_lateness_that_local_times_do_not_explain_is_the_transports():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from overlapkit.counted import counted
 from overlapkit.doctor import limits, pci
 from overlapkit.doctor.check import Check
 from overlapkit.doctor.layers import ports
@@ -30,7 +31,7 @@ def workers(count: int | None) -> Callable[[Subject], Iterator[Line]]:
         if count is not None and count + 1 > each:
             yield LOOP.weak(
                 "cores",
-                f"{saw}, and {count} workers beside the loop",
+                f"{saw}, and {counted(count, 'worker')} beside the loop",
                 "workers take the loop's core: it launches late, and batches come no faster",
                 f"num_workers={max(0, int(each) - 1)}, or give each rank more cores",
             )
@@ -42,7 +43,7 @@ def workers(count: int | None) -> Callable[[Subject], Iterator[Line]]:
                 "give each rank at least 4 cores: a larger CPU request, or fewer ranks on this machine",
             )
         else:
-            yield LOOP.ok("cores", f"{saw}: room for {max(0, int(each) - 1)} workers a rank")
+            yield LOOP.ok("cores", f"{saw}: room for {counted(max(0, int(each) - 1), 'worker')} a rank")
 
     return cores
 
@@ -208,7 +209,9 @@ def threads(subject: Subject) -> Iterator[Line]:
             f"OMP_NUM_THREADS={fit}",
         )
     else:
-        yield LOOP.ok("threads", f"OMP_NUM_THREADS={text}" if text else f"not set: {started} threads")
+        yield LOOP.ok(
+            "threads", f"OMP_NUM_THREADS={text}" if text else f"not set: {counted(started, 'thread')}"
+        )
 
 
 def _cpus_by_node(machine: Machine) -> dict[int, set[int]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
+from overlapkit.counted import counted
 from overlapkit.doctor.layers.job import JOB
 from overlapkit.doctor.line import Line, joined, spans
 from overlapkit.doctor.link.fit import WIRE, fit
@@ -71,7 +72,9 @@ def _read(step: str, layers: Mapping[str, set[str] | None], lines: Sequence[Line
         )
     if dark := [f"{line.layer} {line.name}" for line in seen if line.state == "unknown"]:
         return JOB.unknown(step, f"nothing weak; could not be read: {joined(dict.fromkeys(dark))}")
-    told = [line.saw for line in seen if line.name == "transport"] or [f"nothing weak in {len(seen)} lines"]
+    told = [line.saw for line in seen if line.name == "transport"] or [
+        f"nothing weak in {counted(len(seen), 'line')}"
+    ]
     return JOB.ok(step, told[0])
 
 
@@ -88,7 +91,7 @@ def _topology(figures: Mapping[str, Any], hosts: Sequence[str]) -> Iterator[Line
     if not slow:
         least, most = (figures["pair_bytes"] / of(pairs.values()) / 1e9 for of in (max, min))
         rates = f"{least:.3g} to {most:.3g} GB/s each way, usually {usual:.3g}"
-        saw = f"{len(pairs)} pairs, none slow: {rates}{part}"
+        saw = f"{counted(len(pairs), 'pair')}, none slow: {rates}{part}"
         yield JOB.ok("topology", saw)
         return
     ranks = [rank for rank in range(figures["world"]) if _all_slow(rank, pairs, slow)]

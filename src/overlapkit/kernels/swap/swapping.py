@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from overlapkit.counted import counted
 from overlapkit.kernels.cross_entropy import CrossEntropyLoss
 from overlapkit.kernels.layer_norm import LayerNorm
 from overlapkit.kernels.rms_norm import RMSNorm
@@ -54,7 +55,9 @@ class Swap:
     def __str__(self) -> str:
         if not self.changed and not self.skipped:
             return "nothing to swap: the model holds no norm, gated layer or loss that there is a kernel for"
-        lines = [f"{len(self.changed)} modules run fused: {', '.join(map(repr, self.changed)) or 'none'}"]
+        run = "runs" if len(self.changed) == 1 else "run"
+        names = ", ".join(map(repr, self.changed)) or "none"
+        lines = [f"{counted(len(self.changed), 'module')} {run} fused: {names}"]
         lines += [f"skipped {name!r}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)
 

@@ -1,5 +1,8 @@
 """What the comparison of ranks says, in words: the verdict on arrival, the split of the tail, the remedy."""
 
+import torch
+
+from overlapkit.counted import counted
 from overlapkit.measure.across.ranks import LateRank, Ranks
 
 _REMEDY = {
@@ -17,15 +20,12 @@ _REMEDY = {
 _NOTABLE = 0.05
 _NAMED = 4  # of ranks that are late in turn
 
-_COMPUTE = (
-    ": compare its batch (longer samples), its GPU's clocks (nvidia-smi -q -d PERFORMANCE) and its host"
-)
-
 
 def together(ranks: Ranks) -> tuple[float, str, str]:
     """Answer 5: milliseconds a step that lateness costs, the verdict, the evidence."""
     cost, share = ranks.late_ms, _share(ranks, ranks.late_ms)
-    seen = f"{ranks.steps} steps" + (f", {ranks.collectives} collectives" if ranks.collectives else "")
+    seen = counted(ranks.steps, "step")
+    seen += f", {counted(ranks.collectives, 'collective')}" if ranks.collectives else ""
     if ranks.mismatches:
         return cost, "no, collectives differ", str(ranks.mismatches[0])
     number = f"{cost:.2f} ms, {share:.1%}"
@@ -72,12 +72,12 @@ def unexplained(ranks: Ranks) -> str | None:
     )
 
 
-def remedy(ranks: Ranks) -> tuple[str, str]:
-    """Who to look at, and for what."""
+def remedy(ranks: Ranks, device: torch.device) -> tuple[str, str]:
+    """Who to look at, and for what, where ranks compute on such devices."""
     first = ranks.explained[0]
     phases = [one.phase for one in ranks.explained]
     if not ranks.rotating:
-        return f"rank {first.rank}", _remedy(first)
+        return f"rank {first.rank}", _remedy(first, device)
     common = max(set(phases), key=phases.count)
     more = len(ranks.explained) - _NAMED
     who = "ranks " + ", ".join(str(one.rank) for one in ranks.explained[:_NAMED])
@@ -91,10 +91,17 @@ def remedy(ranks: Ranks) -> tuple[str, str]:
     )
 
 
-def _remedy(late: LateRank) -> str:
+def _remedy(late: LateRank, device: torch.device) -> str:
     if late.phase is None:
         return f"others wait for it{f' at {late.at}' if late.at else ''}: look at its host and its batch"
-    return _REMEDY[late.phase] + (_COMPUTE if late.phase in ("forward", "backward") else "")
+    return _REMEDY[late.phase] + (_compare(device) if late.phase in ("forward", "backward") else "")
+
+
+def _compare(device: torch.device) -> str:
+    if device.type == "cpu":
+        return ": compare its batch (longer samples) and its host (cores, their clocks, other work)"
+    command = "rocm-smi" if torch.version.hip else "nvidia-smi -q -d PERFORMANCE"
+    return f": compare its batch (longer samples), its GPU's clocks ({command}) and its host"
 
 
 def _listed(late: tuple[LateRank, ...]) -> str:
