@@ -103,6 +103,16 @@ def test_a_culprit_that_rotates_is_found_by_the_step():
     assert what.startswith("late in turn, in backward")
 
 
+def test_one_rank_that_is_explained_is_late_in_no_turn():
+    """The other is late in most steps, but costs less, and nothing that it does explains it."""
+    phases = {0: ("communication", 100), 1: ("forward", 400)}
+    ranks = compared(window(2, range(1, 20), lambda step: {step % 3 // 2: phases[step % 3 // 2]}))
+    assert ranks.rotating
+    assert [late.rank for late in ranks.explained] == [1]
+    who, what = remedy(ranks, CPU)
+    assert (who, what.partition(":")[0]) == ("rank 1", "it computes longer in forward")
+
+
 def test_each_of_many_ranks_that_are_late_in_turn_counts():
     ranks = compared(window(32, range(1, 33), lambda step: {step % 32: ("backward", 200)}))
     assert ranks.rotating

@@ -76,7 +76,7 @@ def remedy(ranks: Ranks, device: torch.device) -> tuple[str, str]:
     """Who to look at, and for what, where ranks compute on such devices."""
     first = ranks.explained[0]
     phases = [one.phase for one in ranks.explained]
-    if not ranks.rotating:
+    if not ranks.rotating or len(ranks.explained) == 1:  # one alone is late in no turn
         return f"rank {first.rank}", _remedy(first, device)
     common = max(set(phases), key=phases.count)
     more = len(ranks.explained) - _NAMED
