@@ -5,6 +5,7 @@ never a buffer that is filled again. These are sized in pages, and filled again 
 of their last use is done.
 """
 
+import contextlib
 import mmap
 import weakref
 from collections import deque
@@ -27,6 +28,8 @@ class _Pages(mmap.mmap):
 def _map_pages(nbytes: int, pin: bool, present: bool = True) -> torch.Tensor:
     """`nbytes` of zeroed memory as a uint8 tensor, pages present: faulting them in later costs 20 copies."""
     pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel that has none
+        pages.madvise(mmap.MADV_HUGEPAGE)  # one fault for 2 MiB
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if present or pin:
         memory.zero_()  # MAP_POPULATE would fault the pages in, too, but under the interpreter's lock
