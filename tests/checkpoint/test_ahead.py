@@ -105,3 +105,34 @@ def test_a_copy_that_fails_in_its_middle_fails_the_save(tmp_path, state, last):
         assert checkpointer.steps() == []
         checkpointer.save(2, state, block=True)
         assert checkpointer.steps() == [2]
+
+
+def test_a_write_that_fails_while_the_rest_is_copied_lends_no_buffer_before_the_copy_is_over(
+    tmp_path, state, monkeypatch
+):
+    begun, go, released, real = threading.Event(), threading.Event(), [], Portion.copy
+
+    def copy(portion, memory):
+        begun.set()
+        assert go.wait(30)
+        real(portion, memory)
+
+    def fail(disk, folder):
+        assert begun.wait(30)
+        threading.Timer(0.2, go.set).start()
+        raise ZeroDivisionError
+
+    with Checkpointer(tmp_path) as checkpointer:
+        release = checkpointer._stager.release
+        monkeypatch.setattr(
+            checkpointer._stager, "release", lambda staging: released.append(go.is_set()) or release(staging)
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(Portion, "copy", copy)
+            patch.setattr(Disk, "make_folder", fail)
+            save = checkpointer.save(1, state)
+            with pytest.raises(ZeroDivisionError):
+                save.wait()
+        assert released == [True]
+        checkpointer.save(2, state, block=True)
+        assert checkpointer.steps() == [2]
