@@ -15,6 +15,7 @@ from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.fileplan import FilePlan, Views
 from overlapkit.checkpoint.late import Late
 from overlapkit.checkpoint.planner import Share
+from overlapkit.checkpoint.writer import Bytes, held
 from overlapkit.lane import Lane, Ticket
 from overlapkit.optimizer_step import before_update
 from overlapkit.pinned import PinnedBuffer, PinnedRing
@@ -78,6 +79,20 @@ class Staging:
             )
         return self.target()
 
+    def ahead(self) -> Bytes:
+        """The bytes that `memory` has, part by part, for a writer that calls `memory` itself when it is done.
+
+        Waits until all of it is there, or until somebody waits for the save: then a core is free to write.
+        Each part is there when it is returned.
+
+        Raises:
+            CheckpointError: As `memory`, here or where a part is asked for.
+        """
+        shared = self.shared
+        if shared is None or not shared.use_ahead():
+            return held(self.memory())
+        return lambda start, stop: held(self.target() if shared.reach(stop) else self.memory())(start, stop)
+
     def target(self) -> torch.Tensor:
         """The buffer that `take` borrowed, uint8 (nbytes,)."""
         assert self._share is not None
@@ -92,10 +107,14 @@ class Staging:
             self._buffer = ring.take(max(1, plan.nbytes))  # nothing but empty tensors
         return plan.views(self._buffer.bytes(plan.nbytes))
 
-    def help(self) -> None:
-        """Have a second thread copy, too, where a lane's thread copies: for who only waits for it."""
+    def help(self, *, ahead: bool = False) -> None:
+        """Have a second thread copy, too, where a lane's thread copies: for who only waits for it.
+
+        Args:
+            ahead: He waits until it is written: what is copied may be written now.
+        """
         if self.shared is not None:
-            self.shared.help()
+            self.shared.help(ahead=ahead)
 
     def release(self) -> None:
         """Give the buffer back and let go of the state's tensors."""
@@ -295,7 +314,9 @@ def _late_copy(
     """The lane's work. On a CUDA lane it only queues copies, and looking for changes must wait."""
 
     def begin() -> tuple[torch.Tensor, list[Portion]]:
-        staging.take(ring)
+        targets = staging.take(ring)[1]
+        if aside:
+            _copy(targets, aside, [False] * len(aside))
         return staging.target(), staging.begin().portions
 
     def copy() -> None:
@@ -303,8 +324,6 @@ def _late_copy(
             _copy(staging.take(ring)[0], staging.begin().data, share.late.queued)
             return
         staging.shared.run(begin)
-        if aside:
-            _copy(staging.take(ring)[1], aside, [False] * len(aside))
         staging.seal()
 
     return copy
