@@ -10,10 +10,10 @@ The exposed cost of a save is its stall (how long the call took, and what the op
 and what the steps until it was durable took longer than those before it. It is that of the second save of a
 run, for all; the stall of the first, and what ran ahead of it (prewarming), are figures of their own. Time
 until durable is that of a third save with nothing beside it (all but the last are deleted before each, which
-counts for nobody), against a plain write and fsync of the same
-bytes; a load is measured with nothing in the page cache, against a plain read into new memory. Peak memory
-is that of the process over what it held before it made the state, in units of the state. Planning is
-measured on one rank of up to 4,096 of torch's fake process group (benchmarks/planning.py).
+counts for nobody), against a plain write and fsync of the same bytes; a load is measured with nothing in
+the page cache, against a plain read into new memory, in five turns of all. Peak memory is that of the process
+over what it held before it made the state, in units of the state. Planning is measured on one rank of up to
+4,096 of torch's fake process group (benchmarks/planning.py).
 
 Peers that are not installed are reported as not measured: pip install torchsnapshot torch_checkpointing.
 The whole run takes 10 to 15 minutes on two cores, and 5 GiB of disk and memory. --quick saves 32 MiB, on

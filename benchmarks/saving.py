@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness import alternate, returned_seconds
 from overlapkit.checkpoint import Checkpointer
 from savers import SAVERS, Saver
 
 PIECE = 16 << 20  # of a raw read or write
+TURNS = 5  # of each, of raw writes and of loads
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,12 @@ def sample(setting: Setting, name: str) -> dict[str, float]:
 
 
 def raw(setting: Setting) -> dict[str, float]:
-    """Seconds of writing and syncing a file of the same size per rank, by plain calls."""
+    """Seconds of writing and syncing a file of the same size per rank, by plain calls: medians."""
     return _in_ranks(setting, lambda folder: _raw(setting, folder))
 
 
 def load(setting: Setting) -> dict[str, float]:
-    """Seconds of a restore, of dcp.load and of a raw read, in turns, with nothing in the page cache."""
+    """Seconds of a restore, of dcp.load and of a raw read: medians, with nothing in the page cache."""
     return _in_ranks(setting, lambda folder: _load(setting, folder))
 
 
@@ -169,30 +171,25 @@ def _raw(setting: Setting, folder: Path) -> dict[str, float]:
     torch.frombuffer(pages, dtype=torch.uint8).fill_(7)
     memory = memoryview(pages)
     path = folder / f"raw-{os.getpid()}"
-    found: dict[str, float] = {}
-    for key, flag in (("write", 0), ("direct", getattr(os, "O_DIRECT", 0))):
+
+    def write(flag: int) -> float:
         path.unlink(missing_ok=True)
+        dist.barrier()
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o666)
         start = time.perf_counter()
         for at in range(0, size, PIECE):
             os.write(fd, memory[at : at + PIECE])
         os.fsync(fd)
-        found[key] = time.perf_counter() - start
+        took = time.perf_counter() - start
         os.close(fd)
-    return found
+        return took
 
-
-def _read(path: Path, size: int) -> float:
-    """Seconds of reading a file that is in no cache into new memory, as a load into a new process does."""
-    fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    start = time.perf_counter()
-    memory = memoryview(torch.empty(size, dtype=torch.uint8).numpy().data)
-    for at in range(0, size, PIECE):
-        os.preadv(fd, [memory[at : at + PIECE]], at)
-    took = time.perf_counter() - start
-    os.close(fd)
-    return took
+    turns: dict[str, Callable[[], object]] = {
+        "write": lambda: write(0),
+        "direct": lambda: write(getattr(os, "O_DIRECT", 0)),
+    }
+    taken = alternate(turns, rounds=TURNS, warmup=0, timer=returned_seconds)
+    return {name: one.median for name, one in taken.items()}
 
 
 def _load(setting: Setting, folder: Path) -> dict[str, float]:
@@ -204,19 +201,35 @@ def _load(setting: Setting, folder: Path) -> dict[str, float]:
     dicts = {key: item.state_dict() for key, item in state.items()}
     checkpoint.save(dicts, checkpoint_id=folder / "dcp")
     mine = folder / "ours" / "step-1" / f"rank-{dist.get_rank():05d}.safetensors"
-    _drop(folder)
-    found = {"read": _read(mine, mine.stat().st_size)}
-    with Checkpointer(folder / "ours") as checkpointer:
-        for key in ("load", "again"):
-            _drop(folder)
-            start = time.perf_counter()
-            checkpointer.restore(state)
-            found[key] = time.perf_counter() - start
-    _drop(folder)
-    start = time.perf_counter()
-    checkpoint.load(dicts, checkpoint_id=folder / "dcp")
-    found["dcp"] = time.perf_counter() - start
-    return found
+
+    def cold(load: Callable[[], object]) -> float:
+        _drop(folder)
+        start = time.perf_counter()
+        load()
+        return time.perf_counter() - start
+
+    def restore(times: int) -> float:
+        with Checkpointer(folder / "ours") as checkpointer:  # without memory to read into
+            return [cold(partial(checkpointer.restore, state)) for _ in range(times)][-1]
+
+    turns: dict[str, Callable[[], object]] = {
+        "read": lambda: cold(lambda: _read(mine)),
+        "load": lambda: restore(1),
+        "again": lambda: restore(2),
+        "dcp": lambda: cold(lambda: checkpoint.load(dicts, checkpoint_id=folder / "dcp")),
+    }
+    taken = alternate(turns, rounds=TURNS, warmup=0, timer=returned_seconds)
+    return {name: one.median for name, one in taken.items()}
+
+
+def _read(path: Path) -> None:
+    """Read a file into new memory, as a load into a new process does."""
+    size = path.stat().st_size
+    memory = memoryview(torch.empty(size, dtype=torch.uint8).numpy().data)
+    fd = os.open(path, os.O_RDONLY)
+    for at in range(0, size, PIECE):
+        os.preadv(fd, [memory[at : at + PIECE]], at)
+    os.close(fd)
 
 
 def _drop(folder: Path) -> None:

@@ -215,6 +215,106 @@ def test_a_copy_that_fails_leaves_nobody_waiting_and_is_told_on_the_lane_alone(s
         shared.run(begin)
 
 
+@pytest.fixture
+def gates(monkeypatch):
+    """Each portion is copied when its event is set, of 2,000 bytes each."""
+    found, real = [threading.Event() for _ in range(10)], Portion.copy
+
+    def copy(portion, memory):
+        assert found[portion.start // 2000].wait(30)
+        real(portion, memory)
+
+    monkeypatch.setattr(Portion, "copy", copy)
+    monkeypatch.setattr(copying, "_PART", 2000)
+    return found
+
+
+def reached(shared, stop):
+    """Ask for what lies before a place, in a thread; returns the thread and, later, the answer."""
+    answer = []
+    thread = threading.Thread(target=lambda: answer.append(shared.reach(stop)))
+    thread.start()
+    return thread, answer
+
+
+def test_what_is_copied_is_reached_before_the_rest_is(shared, gates):
+    memory = torch.zeros(20_000, dtype=torch.uint8)
+    asked, answer = reached(shared, 3000)  # before it has begun
+    thread = start(shared, lambda: (memory, one_each(10)))
+    gates[0].set()
+    asked.join(0.1)
+    assert answer == [], "the second portion is not there"
+    gates[1].set()
+    asked.join(30)
+    assert answer == [True]
+    assert memory[:4000].view(2, 2000).eq(torch.tensor([[1], [2]])).all()
+    for gate in gates:
+        gate.set()
+    thread.join()
+    assert not shared.reach(20_000), "it is over"
+    assert whole(memory)
+
+
+def test_what_is_copied_behind_a_gap_is_not_reached(shared, gates):
+    memory = torch.zeros(20_000, dtype=torch.uint8)
+    thread = start(shared, lambda: (memory, one_each(10)))
+    shared.help()
+    for gate in gates[1:]:
+        gate.set()
+    asked, answer = reached(shared, 1)
+    asked.join(0.3)
+    assert answer == [], "one thread has copied all but the first portion, which the other has"
+    gates[0].set()
+    asked.join(30)
+    thread.join()
+    assert len(answer) == 1
+    assert whole(memory)
+
+
+@pytest.mark.parametrize("where", ["begin", "copy"])
+def test_what_failed_is_over_and_not_reached(shared, monkeypatch, where):
+    real, asked = Portion.copy, []
+
+    def copy(portion, memory):
+        if portion.start >= 4000:
+            asked.append(reached(shared, 6000))
+            raise Told
+        real(portion, memory)
+
+    def begin():
+        if where == "begin":
+            raise Told
+        return torch.zeros(20_000, dtype=torch.uint8), one_each(10)
+
+    monkeypatch.setattr(Portion, "copy", copy)
+    early = reached(shared, 6000)
+    with pytest.raises(Told):
+        shared.run(begin)
+    for thread, answer in [early, *asked]:
+        thread.join(30)
+        assert answer == [False]
+    assert not shared.use_ahead()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_is_there_is_used_once_somebody_waits_for_that(shared, gates, ahead):
+    memory, answer = torch.zeros(20_000, dtype=torch.uint8), []
+    asked = threading.Thread(target=lambda: answer.append(shared.use_ahead()))
+    asked.start()
+    thread = start(shared, lambda: (memory, one_each(10)))
+    asked.join(0.1)
+    assert answer == []
+    shared.help(ahead=ahead)  # without it: a step waits, and all cores are to copy
+    asked.join(30 if ahead else 0.1)
+    assert answer == ([True] if ahead else [])
+    for gate in gates:
+        gate.set()
+    for one in (thread, asked):
+        one.join()
+    assert answer == [ahead]
+    assert whole(memory)
+
+
 def test_a_signal_handler_waits_for_a_copy_that_its_thread_waits_for(tmp_path):
     """In the optimizer's hook, say: no lock is held there that the handler would need."""
     model = torch.nn.Linear(2000, 2000)

@@ -86,7 +86,7 @@ def test_a_buffer_is_borrowed_when_those_that_are_being_made_are_back(
 ) -> None:
     made, go = threading.Event(), threading.Event()
 
-    def warm(ring: PinnedRing, plan: Any, buffers: int) -> None:
+    def warm(ring: PinnedRing, plan: Any, buffers: int, *, on_cuda: bool) -> None:
         buffer = ring.take(plan.nbytes)
         made.set()
         go.wait(5)

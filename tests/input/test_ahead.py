@@ -35,6 +35,26 @@ def test_dropped_without_a_word_also_in_a_cycle_and_in_another_thread() -> None:
     assert readers() == []
 
 
+@pytest.mark.filterwarnings("error")
+def test_forgotten_in_a_cycle_it_lets_go_of_the_source_at_once() -> None:
+    """The collector ends lanes that are garbage before it calls finalizers: then nothing would let go."""
+    over = threading.Event()
+
+    def source() -> Iterator[int]:
+        try:
+            yield from range(20)
+        finally:
+            over.set()
+
+    passing = iter(DeviceLoader(source, "cpu"))
+    next(passing)
+    passing.me = passing  # type: ignore[attr-defined]
+    del passing
+    gc.collect()
+    assert over.is_set()
+    assert ahead._lanes == set()
+
+
 def test_a_source_that_stays_busy_is_left_behind_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "PATIENCE_S", 0.05)
     release, over = threading.Event(), threading.Event()

@@ -44,6 +44,18 @@ def test_each_generator_is_named_once_a_loader(name: str) -> None:
     assert caught[0].filename == __file__
 
 
+@pytest.mark.filterwarnings("error")
+def test_numpy_s_global_generator_may_be_of_any_kind() -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        assert list(DeviceLoader(drawing(lambda: None), "cpu")) == list(range(6))
+        with pytest.raises(UserWarning, match="draws from numpy.random"):
+            list(DeviceLoader(drawing(lambda: np.random.rand(2)), "cpu"))
+    finally:
+        np.random.set_bit_generator(usual)
+
+
 def test_a_transform_counts_too() -> None:
     loader = DeviceLoader(drawing(lambda: None), "cpu", transform=lambda batch: batch + 0 * random.random())
     with pytest.warns(UserWarning, match=r"\(or transform\) draws from random"):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from overlapkit.input import DeviceLoader
 from overlapkit.lane import Lane
-from tests.input.sources import Failing, Numbers, in_order, plain, stateful_loader
+from tests.input.sources import MAP_STYLE, Failing, Numbers, in_order, plain, stateful_loader
 from tests.leftovers import Leftovers
 
 
@@ -150,6 +150,17 @@ def test_early_breaks_with_workers_leave_no_process(persistent: bool) -> None:
     for worker in multiprocessing.active_children():  # torch before 2.13 does not wait for those that it ends
         worker.join(20)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("build", [in_order, MAP_STYLE["elastic"]])
+def test_closing_ends_persistent_workers_and_the_next_pass_has_new_ones(build: Any) -> None:
+    loader = DeviceLoader(build(8, 2, num_workers=1, persistent_workers=True), "cpu")
+    for _ in range(2):
+        next(iter(loader))
+        loader.close()
+        for worker in multiprocessing.active_children():  # torch before 2.13 does not wait
+            worker.join(20)
+        assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -21,6 +21,7 @@ from overlapkit.input.order import permute
 from overlapkit.input.sampler import ElasticSampler
 from overlapkit.input.tokens import TokenShards
 from overlapkit.input.weights import Plan, uniform
+from overlapkit.input.windows import fields
 from tests.input.token_sets import all_windows, write_set
 
 LENGTHS = {"web": [70, 30, 45], "code": [20, 9], "few": [7]}
@@ -96,6 +97,20 @@ def dealt(ranks: list[list[list[int]]]) -> list[list[int]]:
 
 EVEN: Weights = {"web": 0.5, "code": 0.3, "few": 0.2}
 CODE: Weights = {"web": 0.0, "code": 1.0, "few": 0.0}
+
+
+@pytest.mark.parametrize("pack", ["windows", "documents"])
+def test_batches_are_on_the_host_whatever_the_default_device_is(folders: dict[str, Path], pack: Any) -> None:
+    def taken() -> list[Any]:
+        shards = TokenShards(folders["web"], WINDOW, 2, pack=pack)
+        both = *shards, *islice(build(folders, EVEN, pack=pack), 5)
+        return [[field.tolist() for field in fields(batch)] for batch in both]
+
+    with torch.device("meta"):
+        found = taken()
+    assert found == taken()
+
+
 WEIGHTS = st.lists(st.sampled_from([0, 1, 2, 0.5, 7]), min_size=3, max_size=3).filter(any)
 
 

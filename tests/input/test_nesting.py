@@ -64,6 +64,33 @@ class Stubborn(ReadOnly):
         super().__init__(data)
 
 
+class Attributes(dict):  # type: ignore[type-arg]
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class Noted(dict):  # type: ignore[type-arg]
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.a = items["a"]
+        self.other = "kept"
+
+
+class ByKey(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__  # raises a KeyError, where Python expects an AttributeError
+
+
+class NamedTriple(Pair):
+    note: str
+
+
+@dataclasses.dataclass
+class Unfinished:
+    x: Any
+    later: Any = dataclasses.field(init=False)
+
+
 class Moving:
     def __init__(self, value: int) -> None:
         self.value = value
@@ -93,6 +120,10 @@ CONTAINERS = {
     "UserList": (collections.UserList([1, T]), lambda b: b[1]),
     "dataclass": (Sample(T), lambda b: b.x),
     "frozen dataclass with slots": (Frozen(None, T), lambda b: b.y),
+    "dataclass with a field that nobody set": (Unfinished(T), lambda b: b.x),
+    "dict whose keys are attributes": (Attributes(a=T), lambda b: b.a),
+    "dict that notes an item twice": (Noted(a=T), lambda b: b.a),
+    "dict that looks attributes up": (ByKey(a=T), lambda b: b.a),
     "mapping": (ReadOnly({"a": T}), lambda b: b["a"]),
     "mapping proxy": (types.MappingProxyType({"a": T}), lambda b: b["a"]),
     "nested": ({"a": [Pair(Frozen((T,)), None)]}, lambda b: b["a"][0].x.x[0]),
@@ -117,6 +148,14 @@ def test_what_stands_beside_tensors_is_kept() -> None:
     assert map_leaves(collections.defaultdict(list, a=T), double)["new"] == []
     assert map_leaves(collections.deque([T], maxlen=7), double).maxlen == 7
     assert list(map_leaves(collections.OrderedDict(b=T, a=T), double)) == ["b", "a"]
+    pair = NamedTriple(T, 1)
+    pair.note = "n"
+    assert map_leaves(pair, double).note == "n"
+    assert map_leaves(Noted(a=T), double).other == "kept"
+    made = map_leaves(Attributes(a=T), double)
+    made.b = 1
+    assert made["b"] == 1
+    assert made["a"] is made.a
     sample = Sample(T)
     made = map_leaves(sample, double)
     assert made.derived == ("made once", id(sample))  # __post_init__ did not run again

@@ -1,3 +1,6 @@
+from itertools import combinations
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -80,9 +83,9 @@ def test_all_kinds_in_one_batch() -> None:
 
 def test_a_small_view_of_a_large_storage_costs_what_it_holds() -> None:
     large = torch.arange(1_000_000)
-    (column, rows), nbytes = pack([large.view(1000, 1000)[:, 7], large.view(1000, 1000)[990:991]])
+    (column, rows), nbytes = pack([large.view(1000, 1000)[:, 7], large.view(1000, 1000)[990:991, 8:]])
     same(column, large.view(1000, 1000)[:, 7])
-    same(rows, large.view(1000, 1000)[990:991])
+    same(rows, large.view(1000, 1000)[990:991, 8:])
     assert nbytes <= 2 * (8000 + ALIGNMENT)
 
 
@@ -109,6 +112,27 @@ def test_interleaved_views_share_too() -> None:
     same(odd, x[1::2])
     assert even.untyped_storage().data_ptr() == odd.untyped_storage().data_ptr()
     assert odd.data_ptr() - even.data_ptr() == 8
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [
+        (lambda x: x[:, :2], lambda x: x[:, 0]),
+        (lambda x: x[:, 1], lambda x: x[::2, 1]),
+        (lambda x: x[:, :3], lambda x: x[:5, :3]),
+        (lambda x: x[:, 5], lambda x: x[:, 5]),
+        (lambda x: x[:, 5], lambda x: x[3:4]),
+    ],
+)
+def test_views_with_more_holes_than_content_share_too(whole: Any, part: Any) -> None:
+    """A third one among them, with no byte of theirs, is not copied as they are."""
+    x, y = torch.zeros(16, 32), torch.zeros(16, 32)
+    (all_, some, other), nbytes = pack([whole(x), part(x), x[:, 30]])
+    some.fill_(7)
+    part(y).fill_(7)
+    same(all_, whole(y))
+    same(other, y[:, 30])
+    assert nbytes <= x.numel() * 4 + ALIGNMENT
 
 
 def test_views_of_other_dtypes_share_where_they_overlap() -> None:
@@ -194,6 +218,9 @@ def test_any_views_of_any_storages(tensors: list[torch.Tensor]) -> None:
     made, _ = pack(tensors)
     for new, old in zip(made, tensors, strict=True):
         same(new, old)
+    pairs = list(combinations(range(len(made)), 2))
+    shared = [np.shares_memory(tensors[a].numpy(), tensors[b].numpy()) for a, b in pairs]
+    assert [np.shares_memory(made[a].numpy(), made[b].numpy()) for a, b in pairs] == shared
 
 
 @settings(max_examples=100, deadline=None)

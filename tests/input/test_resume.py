@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -479,18 +480,28 @@ def test_a_damaged_state_is_refused_when_it_is_loaded(kind: str, key: str, value
         loader.load_state_dict({**state, key: value})
 
 
-def test_a_sampler_that_draws_elsewhere_is_found_out() -> None:
+@pytest.mark.parametrize(
+    "index",
+    [list, np.array, torch.tensor, lambda batch: [(k, np.float64(0.5)) for k in batch]],
+    ids=["lists", "arrays", "tensors", "numbers with a scale"],
+)
+def test_a_sampler_that_draws_elsewhere_is_found_out(index: Callable[[list[int]], Any]) -> None:
     import random
 
-    def build() -> DataLoader[int]:
-        return DataLoader(Numbers(50), batch_size=2, sampler=Elsewhere())
-
     class Elsewhere:
-        def __iter__(self) -> Iterator[int]:
-            return iter(random.sample(range(50), 50))
+        def __iter__(self) -> Iterator[Any]:
+            order = random.sample(range(50), 50)
+            return (index(order[at : at + 2]) for at in range(0, 50, 2))
 
         def __len__(self) -> int:
-            return 50
+            return 25
+
+    class Whatever(Dataset[int]):
+        def __getitem__(self, index: Any) -> int:
+            return 0
+
+    def build() -> DataLoader[int]:
+        return DataLoader(Whatever(), batch_sampler=Elsewhere())
 
     loader = DeviceLoader(build(), "cpu")
     next(iter(loader))
@@ -498,6 +509,20 @@ def test_a_sampler_that_draws_elsewhere_is_found_out() -> None:
     other.load_state_dict(loader.state_dict())
     with pytest.raises(RuntimeError, match="has other samples there"):
         iter(other)
+
+
+def test_a_sampler_may_change_the_arrays_that_it_gave() -> None:
+    class Reusing:
+        def __iter__(self) -> Iterator[np.ndarray]:
+            index = np.zeros(2, dtype=int)
+            for at in range(0, 12, 2):
+                index[:] = at, at + 1
+                yield index
+
+    loader = DeviceLoader(DataLoader(Numbers(12), batch_sampler=Reusing()), "cpu")  # type: ignore[arg-type]
+    assert plain(next(iter(loader))) == [0, 1]
+    loader.load_state_dict(loader.state_dict())
+    assert [plain(batch) for batch in loader] == [[at, at + 1] for at in range(2, 12, 2)]
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,18 @@ def test_copies_reach_their_workers_too(copied: Callable[[Any], Any]) -> None:
 def test_an_index_is_a_number_however_it_is_written_or_a_name() -> None:
     seed = SampleSeed(3)
     assert seed.of(7) == seed.of(np.int64(7)) == seed.of(torch.tensor(7))
-    assert len({seed.of(index) for index in (7, -7, "a", "b")}) == 4
+    assert seed.of((7, 1)) == seed.of((np.int64(7), np.int32(1)))
+    assert len({seed.of(index) for index in (7, -7, "a", "b", (7, 1))}) == 5
     assert 0 <= seed.of(7) < 2**64
     assert SampleSeed(3).of(7) == seed.of(7) != SampleSeed(4).of(7)
+
+
+def test_it_is_on_the_host_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        seed = SampleSeed(3)
+        seed.set_epoch(2)
+        assert seed.epoch == 2
+        assert seed.generator(7).initial_seed() == seed.of(7)
 
 
 @pytest.mark.parametrize("bad", [1.5, True, None, "1"])

@@ -20,6 +20,7 @@ LANES: dict[str, tuple[str, ...]] = {
     "checkpoint/": (
         "tests/checkpoint/test_streams.py",
         "tests/checkpoint/test_waits.py",
+        "tests/checkpoint/test_ahead.py",
         "tests/checkpoint/test_late.py",
         "tests/checkpoint/test_first_save.py",
         "tests/checkpoint/test_checkpointer.py",

@@ -7,6 +7,7 @@ the last cache on): on an Intel Xeon where that is 19 MiB, one thread copies 10 
 is free.
 """
 
+import math
 import os
 import threading
 from collections import deque
@@ -44,7 +45,7 @@ class Portion(NamedTuple):
 
 
 def portions(tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> list[Portion]:
-    """What copies tensors, none of them empty, to these places in memory of the host."""
+    """What copies tensors, none of them empty, to these places in memory of the host; by their starts."""
     found: list[Portion] = []
     for start, tensor in sorted(zip(starts, tensors, strict=True), key=lambda pair: pair[0]):
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -67,6 +68,7 @@ class SharedCopy:
 
     Invariants:
         * When `run` returns, everything is copied, and nobody copies any more.
+        * It is copied from the first byte to the last, so that what is there can be used before the rest is.
         * No thread of the script copies: it can be interrupted, its signal handlers may wait for the copy,
           too, and where it has several cores torch copies in another way.
 
@@ -80,7 +82,9 @@ class SharedCopy:
         self._helped = False
         self._begun = threading.Event()
         self._claims = threading.Condition()
-        self._copying = 0
+        self._ahead = False
+        self._over = False
+        self._copying: set[int] = set()  # where what is being copied starts
         self._left: deque[Portion] = deque()
         self._memory: torch.Tensor | None = None
 
@@ -95,19 +99,45 @@ class SharedCopy:
                 self._settle()
         finally:
             self._helped = True  # who waits from now on needs no help
+            self._over = True  # before nothing is left: where it failed, that does not mean that all is there
             self._left.clear()
             self._settle()
             self._memory = None
             self._begun.set()
+            self._tell()
 
-    def help(self) -> None:
-        """Have the second lane copy what is left. Returns at once."""
+    def help(self, *, ahead: bool = False) -> None:
+        """Have the second lane copy what is left. Returns at once, and takes no lock: see above.
+
+        Args:
+            ahead: Let `use_ahead` return, too.
+        """
         if self._helped or os.getpid() != self._pid:  # in a forked child there is no lane that would begin
             return
         self._helped = True
-        self._second.submit(self._help).seen = True
+        self._second.submit(lambda: self._help(ahead)).seen = True
 
-    def _help(self) -> None:
+    def use_ahead(self) -> bool:
+        """Wait until the copy is over, or somebody wants what is there to be used; whether it is not over."""
+        with self._claims:
+            self._claims.wait_for(lambda: self._over or self._ahead)
+            return not self._over
+
+    def reach(self, stop: int) -> bool:
+        """Wait until everything before this place is copied; whether the copy is not over, well or badly."""
+        with self._claims:
+            self._claims.wait_for(lambda: self._over or self._reached() >= stop)
+            return not self._over
+
+    def _reached(self) -> float:
+        """How far everything is copied."""
+        if not self._begun.is_set():
+            return 0
+        return min([*self._copying, self._left[0].start if self._left else math.inf])
+
+    def _help(self, ahead: bool) -> None:
+        self._ahead = ahead
+        self._tell()
         self._begun.wait()
         self._drain()
 
@@ -117,22 +147,26 @@ class SharedCopy:
                 if not self._left:
                     return
                 portion = self._left.popleft()
-                self._copying += 1
+                self._copying.add(portion.start)
             try:
                 assert self._memory is not None
                 portion.copy(self._memory)
             except BaseException:
-                self._left.append(portion)
+                self._left.appendleft(portion)  # in its place
                 raise
             finally:
                 with self._claims:
-                    self._copying -= 1
+                    self._copying.remove(portion.start)
                     self._claims.notify_all()
 
     def _settle(self) -> None:
         """Wait until the second lane has copied what it took."""
         with self._claims:
-            self._claims.wait_for(lambda: self._copying == 0)
+            self._claims.wait_for(lambda: not self._copying)
+
+    def _tell(self) -> None:
+        with self._claims:
+            self._claims.notify_all()
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:

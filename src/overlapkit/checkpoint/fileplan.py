@@ -22,9 +22,6 @@ _GROUP = 4 * BLOCK  # handed to one write
 
 _RANK_OF = {dtype: place for place, dtype in enumerate(DTYPES)}
 
-Views = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Where the late pieces go, and the others."""
-
 
 class FilePlan:
     """The order of a rank's tensors in its file, which is that of its staging buffers, too.
@@ -54,7 +51,7 @@ class FilePlan:
         filled = [place for place in written if slots[place].nbytes]
         self.late = [place for place in filled if slots[place].late]
         self.now = [place for place in filled if not slots[place].late]
-        self._views: dict[int, Views] = {}
+        self._views: dict[tuple[int, bool], list[torch.Tensor]] = {}
 
     def in_file(self) -> list[tuple[int, int]]:
         """For each tensor in the file, in its order: where its data begins, and its place in `slots`."""
@@ -64,17 +61,20 @@ class FilePlan:
         """Make now what the first save would make: texts of all tensors, under the interpreter's lock."""
         _ = self.header, self.groups, self.table.text, self.plain_tensors
 
-    def views(self, memory: torch.Tensor) -> Views:
-        """Parts of a staging buffer, uint8 (nbytes,), with dtypes and shapes: for `late`, and for `now`.
+    def views(self, memory: torch.Tensor, *, late: bool) -> list[torch.Tensor]:
+        """Parts of a staging buffer, uint8 (nbytes,), with dtypes and shapes: for `late`, or for `now`.
 
         Made once for each buffer, and held.
         """
-        address = memory.data_ptr()
-        if address not in self._views:
+        key = memory.data_ptr(), late
+        if key not in self._views:
+            start_of = {place: start for start, place in self.in_file()}
             with torch.inference_mode(False):  # views of that mode could be filled in it only
-                view_of = dict(zip(self._order, _typed(memory, self._in_file), strict=True))
-            self._views[address] = ([view_of[p] for p in self.late], [view_of[p] for p in self.now])
-        return self._views[address]
+                self._views[key] = [
+                    _view(memory, start_of[place], self._slots[place])
+                    for place in (self.late if late else self.now)
+                ]
+        return self._views[key]
 
     @cached_property
     def header(self) -> bytes:
@@ -135,14 +135,5 @@ class FilePlan:
         return zlib.crc32(repr(sorted([*mine, *self._left_out])).encode())
 
 
-def _typed(memory: torch.Tensor, slots: Sequence[Slot]) -> list[torch.Tensor]:
-    """Views of a buffer with the slots' dtypes and shapes, one after the other."""
-    views: list[torch.Tensor] = []
-    at = 0
-    for dtype, slots_of_dtype in itertools.groupby(slots, key=lambda slot: slot.dtype):
-        group = list(slots_of_dtype)
-        nbytes = sum(slot.nbytes for slot in group)
-        parts = torch.split(memory[at : at + nbytes].view(dtype), [slot.box.numel for slot in group])
-        views += [part.view(slot.box.shape) for part, slot in zip(parts, group, strict=True)]
-        at += nbytes
-    return views
+def _view(memory: torch.Tensor, start: int, slot: Slot) -> torch.Tensor:
+    return memory[start : start + slot.nbytes].view(slot.dtype).view(slot.box.shape)

@@ -15,7 +15,7 @@ from overlapkit.checkpoint.every import Every
 from overlapkit.checkpoint.manifest import step_name
 from overlapkit.checkpoint.planner import Share
 from overlapkit.checkpoint.stage import LANE, Staging
-from overlapkit.checkpoint.writer import held, remove_share, write_share
+from overlapkit.checkpoint.writer import remove_share, write_share
 from overlapkit.lane import Lane
 from overlapkit.quorum import Quorum, Report
 from overlapkit.span import SpanLog
@@ -98,21 +98,22 @@ class Job:
         return final
 
     def _write(self, temporary: Path) -> Report:
-        memory = self.staging.memory()
+        data, nbytes = self.staging.ahead(), self.share.plan.nbytes
         about = self._about()
         with (
-            self.run.log.host(LANE, "write", bytes=memory.numel()),
-            saying_what_has_no_room(f"step-{self.step}", self.run.root, memory.numel()),
+            self.run.log.host(LANE, "write", bytes=nbytes),
+            saying_what_has_no_room(f"step-{self.step}", self.run.root, nbytes),
         ):
             files = write_share(
                 self.run.disk,
                 temporary,
                 self.share.plan,
                 self.share.entries,
-                held(memory),
+                data,
                 about,
                 self.run.helper,
             )
+        self.staging.memory()  # is what was written what there was at the save?
         return self._report(files)
 
     def _report(self, files: dict[str, dict[str, Any]]) -> Report:

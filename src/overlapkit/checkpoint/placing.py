@@ -14,6 +14,8 @@ from overlapkit.checkpoint.outline import reshards
 Values = dict[str, torch.Tensor]
 """Host memory that holds the tensors' values, this rank's part of each; valid during a restore only."""
 
+_LONG = 16 << 20  # bytes from which on a copy is made as memcpy does
+
 
 def loads_plainly(module: nn.Module) -> bool:
     """Whether loading it does no more than to copy its parameters and buffers."""
@@ -89,9 +91,25 @@ def takes_as_it_is(now: Any, saved: Saved, like: torch.Tensor | None) -> bool:
 def copy_in_place(targets: dict[str, torch.Tensor], values: Values) -> None:
     """Copy values into tensors that are there, of the same names, shapes and dtypes."""
     if targets:
-        local = [local_part(target, name)[0] for name, target in targets.items()]
-        with torch.no_grad():  # one call, without the interpreter
-            torch._foreach_copy_(local, [values[name] for name in targets])
+        pairs = [(local_part(target, name)[0], values[name]) for name, target in targets.items()]
+        long = [pair for pair in pairs if _is_long(*pair)]
+        short = [pair for pair in pairs if not _is_long(*pair)]
+        with torch.no_grad():
+            for target, value in long:
+                torch.cat([_flat(value)], out=_flat(target))
+            if short:  # one call, without the interpreter
+                torch._foreach_copy_([target for target, _ in short], [value for _, value in short])
+
+
+def _is_long(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether memcpy copies it past the caches; see `checkpoint.copying`."""
+    plain = type(target) in (torch.Tensor, nn.Parameter) and target.device.type == "cpu"
+    laid_out = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    return plain and laid_out and target.dtype == value.dtype and target.nbytes == value.nbytes >= _LONG
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def laid_out_as(

@@ -66,9 +66,9 @@ class Save:
         self.committed.settle()
 
     def _help(self) -> None:
-        """Where somebody waits, a core is free to copy."""
+        """Where somebody waits, a core is free to copy and to write."""
         if self._staging is not None:
-            self._staging.help()
+            self._staging.help(ahead=True)
 
 
 def not_due(step: int) -> Save:

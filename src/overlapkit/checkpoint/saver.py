@@ -104,6 +104,8 @@ class Saver:
         try:
             return job.carry_out()
         finally:
+            job.staging.ticket.settle()  # what failed while it was copied must not lend the buffer again
+            job.staging.ticket.seen = True  # one error is raised
             self._stager.release(job.staging)
 
     @contextlib.contextmanager

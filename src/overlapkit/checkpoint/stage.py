@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from overlapkit.checkpoint.copying import Portion, SharedCopy
 from overlapkit.checkpoint.errors import CheckpointError
-from overlapkit.checkpoint.fileplan import FilePlan, Views
+from overlapkit.checkpoint.fileplan import FilePlan
 from overlapkit.checkpoint.late import Late
 from overlapkit.checkpoint.planner import Share
+from overlapkit.checkpoint.writer import Bytes, held
 from overlapkit.lane import Lane, Ticket
 from overlapkit.optimizer_step import before_update
 from overlapkit.pinned import PinnedBuffer, PinnedRing
@@ -78,24 +79,41 @@ class Staging:
             )
         return self.target()
 
+    def ahead(self) -> Bytes:
+        """The bytes that `memory` has, part by part, for a writer that calls `memory` itself when it is done.
+
+        Waits until all of it is there, or until somebody waits for the save: then a core is free to write.
+        Each part is there when it is returned.
+
+        Raises:
+            CheckpointError: As `memory`, here or where a part is asked for.
+        """
+        shared = self.shared
+        if shared is None or not shared.use_ahead():
+            return held(self.memory())
+        return lambda start, stop: held(self.target() if shared.reach(stop) else self.memory())(start, stop)
+
     def target(self) -> torch.Tensor:
         """The buffer that `take` borrowed, uint8 (nbytes,)."""
         assert self._share is not None
         assert self._buffer is not None
         return self._buffer.bytes(self._share.plan.nbytes)
 
-    def take(self, ring: PinnedRing) -> Views:
-        """Borrow a buffer, once; return where in it the late tensors go, and the others."""
+    def take(self, ring: PinnedRing) -> torch.Tensor:
+        """Borrow a buffer, once: uint8 (nbytes,)."""
         assert self._share is not None
-        plan = self._share.plan
         if self._buffer is None:
-            self._buffer = ring.take(max(1, plan.nbytes))  # nothing but empty tensors
-        return plan.views(self._buffer.bytes(plan.nbytes))
+            self._buffer = ring.take(max(1, self._share.plan.nbytes))  # nothing but empty tensors
+        return self.target()
 
-    def help(self) -> None:
-        """Have a second thread copy, too, where a lane's thread copies: for who only waits for it."""
+    def help(self, *, ahead: bool = False) -> None:
+        """Have a second thread copy, too, where a lane's thread copies: for who only waits for it.
+
+        Args:
+            ahead: He waits until it is written: what is copied may be written now.
+        """
         if self.shared is not None:
-            self.shared.help()
+            self.shared.help(ahead=ahead)
 
     def release(self) -> None:
         """Give the buffer back and let go of the state's tensors."""
@@ -212,13 +230,17 @@ class Stager:
         With `beside` it is touched on the lane, where that is a thread; a save that comes meanwhile waits.
         """
         lane, ring = self._ready(share.device)
+
+        def warm() -> None:
+            _warm(ring, share.plan, self._in_flight, on_cuda=lane.kind == "cuda")
+
         if beside and lane.kind == "thread":
-            self._warming = lane.submit(lambda: _warm(ring, share.plan, self._in_flight), name="prewarm")
+            self._warming = lane.submit(warm, name="prewarm")
             self._warming.seen = True  # memory that cannot be had is the next save's error
         elif lane.kind == "thread":  # which is made by this, too
-            lane.submit(lambda: _warm(ring, share.plan, self._in_flight)).wait()
+            lane.submit(warm).wait()
         else:
-            _warm(ring, share.plan, self._in_flight)
+            warm()
 
     def borrow(self, nbytes: int) -> PinnedBuffer:
         """A staging buffer to read a checkpoint into; no save may be in flight."""
@@ -274,19 +296,20 @@ class Stager:
         return self._lane, self._ring
 
 
-def _warm(ring: PinnedRing, plan: FilePlan, buffers: int) -> None:
+def _warm(ring: PinnedRing, plan: FilePlan, buffers: int, *, on_cuda: bool) -> None:
     if ring.nbytes > 2 * plan.nbytes * buffers:
         ring.close()  # a restore needed far more than saves will
     for _ in range(buffers if plan.nbytes else 0):
         buffer = ring.take(plan.nbytes)  # the one that was given back first: each in turn
-        plan.views(buffer.bytes(plan.nbytes))
+        for late in (False, True) if on_cuda else (False,):  # a thread copies to places, without views
+            plan.views(buffer.bytes(plan.nbytes), late=late)
         buffer.give_back()
 
 
 def _copy_now(staging: Staging, share: Share, ring: PinnedRing, *, on_cuda: bool) -> None:
     """Copy all but the late tensors; take the buffer for both."""
     queued = [on_cuda and tensor.device == share.device for tensor in share.now]
-    _copy(staging.take(ring)[1], share.now, queued)
+    _copy(share.plan.views(staging.take(ring), late=False), share.now, queued)
 
 
 def _late_copy(
@@ -295,16 +318,17 @@ def _late_copy(
     """The lane's work. On a CUDA lane it only queues copies, and looking for changes must wait."""
 
     def begin() -> tuple[torch.Tensor, list[Portion]]:
-        staging.take(ring)
-        return staging.target(), staging.begin().portions
+        memory = staging.take(ring)
+        if aside:
+            _copy(share.plan.views(memory, late=False), aside, [False] * len(aside))
+        return memory, staging.begin().portions
 
     def copy() -> None:
         if staging.shared is None:
-            _copy(staging.take(ring)[0], staging.begin().data, share.late.queued)
+            targets = share.plan.views(staging.take(ring), late=True)
+            _copy(targets, staging.begin().data, share.late.queued)
             return
         staging.shared.run(begin)
-        if aside:
-            _copy(staging.take(ring)[1], aside, [False] * len(aside))
         staging.seal()
 
     return copy

@@ -27,6 +27,10 @@ nothing that could be measured, and a fifth of it a tenth of the work."""
 
 _at_work: "weakref.WeakSet[ReadAhead]" = weakref.WeakSet()
 
+_lanes: set[Lane] = set()
+"""Those of readers that must still be told to let go. Else they would be garbage together with a forgotten
+pass in a cycle, and end as such before its finalizer could give them their last work."""
+
 
 @atexit.register  # later than the lanes' own, so it runs before: they finish what they were given
 def _stop_at_exit() -> None:
@@ -70,6 +74,7 @@ class ReadAhead:
         self._turns = ShortTurns(_TURN_S)
         self.closed = self._let_go = False
         _at_work.add(self)
+        _lanes.add(self._lane)
         self._lane.submit(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         for _ in range(feed.depth):
             self.submit()
@@ -123,6 +128,7 @@ class ReadAhead:
         if self._let_go or os.getpid() != self._owner[0]:
             return
         end = self.stop()
+        _lanes.discard(self._lane)
         if wait:
             try:
                 end.wait(PATIENCE_S)  # before join(), which, interrupted, takes the thread for ended (3.11)

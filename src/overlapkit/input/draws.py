@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from overlapkit.input.generators import plain
 from overlapkit.lane import Ticket
 from overlapkit.warn import warn
 
@@ -73,6 +74,5 @@ def _states() -> dict[str, Any]:
         "random": random.getstate(),
     }
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        _, keys, at, *rest = numpy_random.get_state()
-        states["numpy.random"] = keys.tobytes(), at, *rest
+        states["numpy.random"] = plain(numpy_random.get_state(legacy=False))  # of any bit generator
     return states

@@ -98,8 +98,9 @@ class Feed:
             reader.mover = None
 
     def free(self) -> None:
-        """Free the host buffers of finished passes."""
+        """Free the host buffers of finished passes, and what the source keeps from pass to pass."""
         self._idle.clear()
+        self.source.close()
 
     @property
     def epoch(self) -> int | None:

@@ -17,8 +17,8 @@ Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 def host_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Ordinary memory."""
-    return torch.empty(shape, dtype=dtype)
+    """Ordinary memory, whatever the default device is."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def read(source: Any, empty: Empty | None) -> Iterator[Any]:
@@ -33,7 +33,7 @@ class Landing:
     Invariants:
         * A buffer is on loan from the first `empty` of a pull until the batch is laid out, or the pull came
           to nothing: it is taken once, and given back once.
-        * Outside of a pull, and where the buffer is too small, `empty` is `torch.empty`: such tensors are
+        * Outside of a pull, and where the buffer is too small, `empty` is `host_memory`: such tensors are
           packed as any others, and the next batch finds a buffer of the size that this one needed.
 
     Args:
@@ -54,12 +54,12 @@ class Landing:
         """Uninitialised memory for the batch that is being read. Called in the reader's thread."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not self._open or nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
+            return host_memory(shape, dtype)
         if self._buffer is None:
             self._buffer = self._ring.take(max(self._needed, nbytes))
         start, end = self.used, self.used + nbytes
         if end > self._buffer.nbytes:
-            return torch.empty(shape, dtype=dtype)
+            return host_memory(shape, dtype)
         self.used = -(-end // ALIGNMENT) * ALIGNMENT
         return self._buffer.bytes(end)[start:].view(dtype).view(shape)
 

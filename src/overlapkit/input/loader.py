@@ -232,7 +232,10 @@ class DeviceLoader:
         )
 
     def close(self) -> None:
-        """End all passes and free the host buffers. The loader can be used again."""
+        """End all passes and a DataLoader's persistent workers, and free the host buffers.
+
+        The loader can be used again.
+        """
         for iterator in list(self._feed.live):
             iterator.close()
         self._feed.free()

@@ -21,7 +21,10 @@ def moves_itself(value: Any) -> bool:
 
     `.to` alone is not enough: physical quantities and points in time have one too.
     """
-    return callable(getattr(value, "to", None)) and callable(getattr(value, "pin_memory", None))
+    try:
+        return callable(getattr(value, "to", None)) and callable(getattr(value, "pin_memory", None))
+    except Exception:  # a dict that looks attributes up among its keys may raise a KeyError
+        return False
 
 
 def map_leaves(batch: Any, fn: Callable[[Any], Any]) -> Any:
@@ -57,7 +60,8 @@ def _mapped(batch: Any, fn: Callable[[Any], Any]) -> Any:
         pairs = {key: _mapped(item, fn) for key, item in batch.items()}
         return batch if _same(pairs.values(), batch.values()) else _rebuild(_with_pairs, batch, pairs)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        old = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        names = [field.name for field in dataclasses.fields(batch)]
+        old = {name: getattr(batch, name) for name in names if hasattr(batch, name)}  # init=False: not yet
         new = {name: _mapped(value, fn) for name, value in old.items()}
         return batch if _same(new.values(), old.values()) else _rebuild(_with_fields, batch, new)
     return batch
@@ -81,7 +85,9 @@ def _rebuild(how: Callable[[Any, Any], Any], old: Any, content: Any) -> Any:
 def _with_items(old: Any, items: list[Any]) -> Any:
     kind = type(old)
     if isinstance(old, tuple):
-        return kind._make(items) if hasattr(kind, "_fields") else kind(items)
+        made = kind._make(items) if hasattr(kind, "_fields") else kind(items)
+        getattr(made, "__dict__", {}).update(getattr(old, "__dict__", {}))  # as below
+        return made
     if kind is list:
         return items
     new = copy.copy(old)  # a subclass keeps its attributes
@@ -93,9 +99,16 @@ def _with_items(old: Any, items: list[Any]) -> Any:
 def _with_pairs(old: Any, pairs: dict[Any, Any]) -> Any:
     if not isinstance(old, dict | UserDict):
         return type(old)(pairs)  # a shallow copy of an unknown mapping may share what it holds
-    new = copy.copy(old)
+    new: Any = copy.copy(old)
     for key, value in pairs.items():
         new[key] = value
+    attributes = getattr(old, "__dict__", {})
+    if attributes is old:  # so that keys are attributes, too
+        new.__dict__ = new
+        return new
+    for name in attributes.keys() & pairs.keys():  # others note items twice
+        if attributes[name] is old[name]:
+            vars(new)[name] = new[name]
     return new
 
 

@@ -7,7 +7,9 @@ share memory still share it on the device, and an expanded tensor costs what it 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 ALIGNMENT = 512
@@ -157,14 +159,22 @@ class Packing:
         return [place.view(typed[place.dtype]) for place in places]
 
     def _add(self, group: list[_Extent], storage: int) -> None:
-        """Place tensors that overlap: as one range of bytes, or one by one where that has more holes."""
-        grain = max(extent.tensor.element_size() for extent in group)  # keeps every offset divisible
-        start = group[0].start - group[0].start % grain
-        end = max(extent.end for extent in group)
-        if end - group[0].start > sum(extent.content for extent in group):
-            for extent in group:
-                self._add_compacted(extent)
+        """Place tensors that lie among each other: as one range, or apart where that has more holes."""
+        if max(extent.end for extent in group) - group[0].start <= sum(extent.content for extent in group):
+            self._add_whole(group, storage)
             return
+        for part in _sharing(group):
+            if len(part) == 1:
+                self._add_compacted(part[0])
+            else:
+                self._add_whole(part, storage)
+
+    def _add_whole(self, group: list[_Extent], storage: int) -> None:
+        """As one range, in which they share what they share, whatever holes it has."""
+        grain = max(extent.tensor.element_size() for extent in group)  # keeps every offset divisible
+        start = min(extent.start for extent in group)
+        start -= start % grain
+        end = max(extent.end for extent in group)
         at = self._reserve(end - start)
         source = _longest(*(extent.tensor for extent in group))
         self._add_range(_Piece(source, at, end - start, storage, start))
@@ -222,3 +232,37 @@ def _overlapping(extents: list[_Extent]) -> list[list[_Extent]]:
             groups.append([extent])
         end = max(end, extent.end)
     return groups
+
+
+def _sharing(group: list[_Extent]) -> list[list[_Extent]]:
+    """A group in parts that have no byte in common."""
+    parts: list[list[tuple[_Extent, np.ndarray]]] = []
+    for extent in group:
+        here = np.asarray(_Bytes(extent))
+        touched = [any(_shared(here, there) for _, there in part) for part in parts]
+        one = [(extent, here)]
+        for part, touches in zip(parts, touched, strict=True):
+            one += part if touches else []
+        parts = [part for part, touches in zip(parts, touched, strict=True) if not touches] + [one]
+    return [[extent for extent, _ in part] for part in parts]
+
+
+class _Bytes:
+    """What numpy asks for to see where a tensor lies, on whatever device: it is never read."""
+
+    def __init__(self, extent: _Extent) -> None:
+        size = extent.tensor.element_size()
+        self.__array_interface__: dict[str, Any] = {
+            "data": (ALIGNMENT + extent.start, True),  # not 0, which numpy takes for no memory
+            "shape": tuple(extent.tensor.shape),
+            "strides": tuple(size * step for step in extent.tensor.stride()),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]  # stubs know two bounds
+    except RuntimeError:  # numpy's TooHardError: an integer problem that may take for ever: they might
+        return True

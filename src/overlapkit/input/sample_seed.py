@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from overlapkit.input.checks import as_integer, as_seed
+from overlapkit.input.generators import plain
 
 
 class SampleSeed:
@@ -45,7 +46,7 @@ class SampleSeed:
 
     def __init__(self, seed: int) -> None:
         self._seed = as_seed(seed)
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._epoch = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()
 
     @property
     def epoch(self) -> int:
@@ -62,7 +63,7 @@ class SampleSeed:
         Args:
             index: The sample's number (or name) in the whole dataset, not in what one rank has of it.
         """
-        key = f"{self._seed}/{self.epoch}/{index}".encode()
+        key = f"{self._seed}/{self.epoch}/{plain(index)}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
     def generator(self, index: Any) -> torch.Generator:

@@ -14,6 +14,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from overlapkit.input.checks import is_integer
@@ -160,7 +162,7 @@ class _Draws:
         self._skip = skip
         self._batches: Iterator[Any] | None = None
         self._first: list[Any] = []
-        self._last_skipped: Any = None
+        self._mark: int | None = None  # of the last batch skipped
         self._skipped = 0
         self.order = replay
         self.given = 0
@@ -182,7 +184,8 @@ class _Draws:
         if self._batches is not None:
             return
         self.order = self._random.begin(self.order)
-        self._batches, self._last_skipped, self._skipped = begin_after(self._sampler, self._skip)
+        self._batches, last, self._skipped = begin_after(self._sampler, self._skip)
+        self._mark = digest(last)  # before the sampler goes on
         self._first.extend(islice(self._batches, 1))
 
     def advance(self, given: int) -> None:
@@ -197,8 +200,8 @@ class _Draws:
 
     def check(self, resume: Position) -> None:
         """Refuse to go on in another order than the one that was left."""
-        mark = digest(self._last_skipped)
-        if self._skipped == resume.taken and (None in (mark, resume.mark) or mark == resume.mark):
+        marks = self._mark, resume.mark
+        if self._skipped == resume.taken and (None in marks or marks[0] == marks[1]):
             return
         what = f"ends after {self._skipped}" if self._skipped < resume.taken else "has other samples there"
         raise RuntimeError(
@@ -260,7 +263,9 @@ class _IndexCursor(TwinCursor):
     def next(self) -> tuple[Any, Any]:
         batch, (_, states) = super().next()
         index = self._draws.under_way.popleft()
-        return batch, (partial(digest, index.copy() if type(index) is list else index), states)
+        # at once where a sampler may go on changing what it gave: arrays, often views of the epoch's order
+        mark = partial(digest, index.copy()) if type(index) is list else digest(index)
+        return batch, (mark, states)
 
     def close(self, handed_out: int, depth: int) -> None:
         # how far the reader came is chance; where a shared generator is left must not be
@@ -269,13 +274,25 @@ class _IndexCursor(TwinCursor):
 
 
 def digest(index: Any) -> int | None:
-    """A checksum of the samples of a batch, or None where they are not plain numbers and text."""
+    """A checksum of the samples of a batch, or None where they are no numbers, text, or made of such."""
     samples = index if isinstance(index, list | tuple) else [index]
     try:
-        plain = [sample if type(sample) is str else operator.index(sample) for sample in samples]
+        return zlib.crc32(repr([_plain(sample) for sample in samples]).encode())
     except TypeError:
         return None
-    return zlib.crc32(repr(plain).encode())
+
+
+def _plain(sample: Any) -> Any:
+    """A sample's index by its value: samplers give (index, size) and the like, too, and arrays.
+
+    Raises:
+        TypeError: It is something else, whose text may be another in another process.
+    """
+    if isinstance(sample, list | tuple):
+        return [_plain(part) for part in sample]
+    if isinstance(sample, torch.Tensor | np.ndarray | np.generic):
+        return _plain(sample.tolist())
+    return sample if type(sample) in (str, float, bytes) else operator.index(sample)
 
 
 def _is_sampler(name: str, value: Any) -> bool:

@@ -151,6 +151,9 @@ class Source(ABC):
         """Where the consumer stands before the first epoch."""
         return Position()
 
+    def close(self) -> None:  # noqa: B027  # most make nothing
+        """End what was made for all passes; the next one makes it anew."""
+
 
 class Listed(Source):
     """A list or tuple of batches: taken up by index."""

@@ -50,6 +50,12 @@ class TwinLoader(Source, Generic[Indices]):
             self._kept = made, indices
         return made, indices
 
+    def close(self) -> None:
+        """End the persistent workers: they are the twin's, and nobody else can."""
+        kept, self._kept = self._kept, None
+        if kept is not None and (batches := kept[0]._iterator) is not None:
+            batches._shutdown_workers()  # type: ignore[attr-defined]  # as at its end
+
     def _rest(self, position: Position) -> Position:
         """The position before the first epoch, with the generators as they are."""
         if drawn := self._drawn():

@@ -36,10 +36,17 @@ def test_a_class_may_be_a_link(tmp_path):
 @pytest.mark.parametrize("labels", [[2, 0, 7], (2, 0, 7), np.array([2, 0, 7], dtype=np.uint8)])
 def test_a_list_brings_its_labels(labels):
     found = find_files(["b.jpg", Path("a.jpg"), "b.jpg"], labels)
-    assert found.paths == ["b.jpg", "a.jpg", "b.jpg"]
+    assert found.paths == [str(Path(name).absolute()) for name in ("b.jpg", "a.jpg", "b.jpg")]
     assert found.labels.tolist() == [2, 0, 7]
     assert found.labels.dtype == np.int64
     assert found.classes is None
+
+
+def test_files_are_where_they_were_found_also_after_a_chdir(tmp_path, monkeypatch):
+    touch(tmp_path, "root/a/x.jpg")
+    monkeypatch.chdir(tmp_path)
+    assert find_files("root", None).paths == find_files(["root/a/x.jpg"], [0]).paths
+    assert find_files("root", None).paths == [str(tmp_path / "root/a/x.jpg")]
 
 
 def test_a_link_to_a_folder_above_repeats_nothing(tmp_path):

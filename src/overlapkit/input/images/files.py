@@ -69,7 +69,7 @@ def find_files(source: Any, labels: Any) -> Files:
                 f"labels were given beside the folder {os.fspath(source)!r}, whose class folders are the "
                 "labels: leave labels out, or give a list of files"
             )
-        return _from_folder(Path(source))
+        return _from_folder(Path(source).absolute())  # opened after a chdir, too
     if not isinstance(source, Sequence) or not all(isinstance(path, str | os.PathLike) for path in source):
         raise TypeError(
             f"source is a {type(source).__name__}: give the folder of the class folders, or a list of paths"
@@ -79,7 +79,8 @@ def find_files(source: Any, labels: Any) -> Files:
         raise ValueError("source is an empty list of files: there is nothing to read")
     if "" in paths:
         raise ValueError(f"source[{paths.index('')}] is an empty name: give the path of a file")
-    return Files(paths, _as_labels(labels, len(paths)), None)
+    here = os.getcwd()
+    return Files([os.path.join(here, path) for path in paths], _as_labels(labels, len(paths)), None)
 
 
 def _from_folder(root: Path) -> Files:
