@@ -114,8 +114,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     Args:
         weight: Of each class (V,), or None.
-        ignore_index, reduction, label_smoothing: As torch's.
-        z_loss, softcap, return_lse, vocab_group: As of `cross_entropy`.
+        ignore_index: As torch's.
+        reduction: As torch's.
+        label_smoothing: As torch's.
+        z_loss: This and the others as of `cross_entropy`.
+        softcap: See there.
+        return_lse: See there.
+        vocab_group: See there.
     """
 
     z_loss: float = 0.0
