@@ -121,6 +121,23 @@ def restored_before_the_first_step(rank, folder):
     return full(state), [step(state) for _ in range(3)]
 
 
+def test_fsdp2s_own_hooks_cost_no_second_copy_of_the_model(tmp_path):
+    def run(rank):
+        state = sharded()
+        whole = full(state)
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, state, block=True)
+            with torch.no_grad():
+                state["model"][0].weight.mul_(2)
+            loads = []
+            state["model"].load_state_dict = loads.append
+            checkpointer.restore(state)
+        same(whole, full(state))
+        return len(loads)
+
+    assert run_ranks(2, run) == [0, 0]
+
+
 def test_an_optimizer_without_state_yet_is_restored_sharded(tmp_path):
     def run(rank):
         state = sharded()

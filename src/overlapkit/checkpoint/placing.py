@@ -18,9 +18,12 @@ _LONG = 16 << 20  # bytes from which on a copy is made as memcpy does
 
 
 def loads_plainly(module: nn.Module) -> bool:
-    """Whether loading it does no more than to copy its parameters and buffers."""
+    """Whether loading it does no more than to copy its parameters and buffers.
+
+    FSDP2's hooks see to parameters that were replaced, and none is.
+    """
     before = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    hooks = [*(hook for hook in before if not reshards(hook)), *module._load_state_dict_post_hooks.values()]
+    hooks = [hook for hook in (*before, *module._load_state_dict_post_hooks.values()) if not reshards(hook)]
     loads = type(module)._load_from_state_dict
     by_torch = loads is nn.Module._load_from_state_dict or isinstance(module, nn.modules.batchnorm._NormBase)
     return by_torch and type(module).load_state_dict is nn.Module.load_state_dict and not hooks
