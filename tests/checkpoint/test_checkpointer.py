@@ -103,6 +103,19 @@ def test_a_parameter_changed_by_hand_fails_that_save_only(tmp_path, monkeypatch)
         assert checkpointer.steps() == [2]
 
 
+def test_a_parameter_of_another_shape_fails_one_save_only(tmp_path):
+    state = build()
+    train_step(state)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, block=True)
+        weight = state["model"][0].weight
+        weight.data = weight.data.t()
+        with pytest.raises(RuntimeError, match=r"model/0\.weight: its data was replaced"):
+            checkpointer.save(2, state, block=True)
+        checkpointer.save(3, state, block=True)
+        assert checkpointer.steps() == [1, 3]
+
+
 def test_parameters_may_be_changed_as_soon_as_they_are_staged(tmp_path, monkeypatch):
     """Even when the writer is still busy with an earlier save and has not looked at this one."""
     go_on = threading.Event()

@@ -85,6 +85,13 @@ class NamedTriple(Pair):
     note: str
 
 
+class NotedTuple(tuple):  # type: ignore[type-arg]
+    def __new__(cls, items: Any) -> "NotedTuple":
+        made = super().__new__(cls, items)
+        made.first = made[0]  # type: ignore[attr-defined]
+        return made
+
+
 @dataclasses.dataclass
 class Unfinished:
     x: Any
@@ -112,6 +119,7 @@ CONTAINERS = {
     "list subclass": (NamedList([T, 5]), lambda b: b[0]),
     "tuple": ((5, T), lambda b: b[1]),
     "namedtuple": (Pair(5, T), lambda b: b.y),
+    "tuple that notes an item twice": (NotedTuple([T, 5]), lambda b: b.first),
     "dict": ({"a": T, 1: "s"}, lambda b: b["a"]),
     "OrderedDict": (collections.OrderedDict(b=1, a=T), lambda b: b["a"]),
     "defaultdict": (collections.defaultdict(list, a=T), lambda b: b["a"]),

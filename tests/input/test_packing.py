@@ -135,6 +135,15 @@ def test_views_with_more_holes_than_content_share_too(whole: Any, part: Any) -> 
     assert nbytes <= x.numel() * 4 + ALIGNMENT
 
 
+def test_a_few_columns_of_a_large_table_do_not_bring_all_of_it_along() -> None:
+    x = torch.arange(2.0**20).view(4096, 256)
+    for views in ([x[:, 0], x[:, :2]], [x[::8, i % 4] for i in range(40)]):
+        packed, nbytes = pack(views)
+        for found, view in zip(packed, views, strict=True):
+            same(found, view)
+        assert nbytes < x.numel()  # a quarter of its bytes
+
+
 def test_views_of_other_dtypes_share_where_they_overlap() -> None:
     raw = torch.arange(64, dtype=torch.uint8)
     (odd, wide), _ = pack([raw[3:20], raw[8:40].view(torch.int64)])

@@ -99,8 +99,9 @@ class SharedCopy:
                 self._settle()
         finally:
             self._helped = True  # who waits from now on needs no help
-            self._over = True  # before nothing is left: where it failed, that does not mean that all is there
-            self._left.clear()
+            with self._claims:  # where it failed, that nothing is left does not mean that all is there
+                self._over = True
+                self._left.clear()
             self._settle()
             self._memory = None
             self._begun.set()

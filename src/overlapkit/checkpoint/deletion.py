@@ -121,7 +121,8 @@ class Deletion:
             return
         found = self._found()
         waiting = self._policy.surplus(found, found, newest)
-        if len(waiting) >= keep and (unread := found.keys() - self._verified):
+        unread = [step for step in found.keys() - self._verified if step <= newest]
+        if len(waiting) >= keep and unread:
             step = max(unread)
             self._reading = self._reader.submit(lambda: self._read(step))
             self._reading.seen = True  # what cannot be read does not count, and that is all

@@ -99,6 +99,7 @@ class Late:
             known = self.data[place]
             if addresses[place] != self._addresses[place] or _layout(memory) != _layout(known):
                 if (memory.shape, memory.dtype) != (known.shape, known.dtype):
+                    self._expected = []  # so that the next save plans anew
                     raise CheckpointError(
                         f"{self._names[place]}: its data was replaced since the last save, and is now "
                         f"{memory.dtype} {tuple(memory.shape)}: use Checkpointer(stage='now')"

@@ -82,12 +82,13 @@ def _look(step: int, folder: Path) -> Listed | None:
     if isinstance(folder, StorePath):
         listed.nbytes = sum(folder.store.sizes(folder.key).values())
         listed.written = folder.store.modified((folder / MANIFEST).key)
-    for path in () if isinstance(folder, StorePath) else folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # a run that lives deletes and replaces
-            status = path.lstat()
-            listed.nbytes += status.st_size if path.is_file() else 0
-            if path.name == MANIFEST:
-                listed.written = datetime.fromtimestamp(status.st_mtime, UTC)
+    with contextlib.suppress(FileNotFoundError):  # a run that lives deletes and replaces
+        for path in () if isinstance(folder, StorePath) else list(folder.rglob("*")):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                listed.nbytes += status.st_size if path.is_file() else 0
+                if path.name == MANIFEST:
+                    listed.written = datetime.fromtimestamp(status.st_mtime, UTC)
     try:
         manifest = read_manifest(folder)
         listed.world, listed.metrics = manifest.world, decode(manifest.metrics, str)

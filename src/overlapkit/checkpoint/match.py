@@ -165,7 +165,8 @@ class _Matcher:
             if plainly and not made_up:
                 return  # everything is there
             given = {name: decode(extra, lambda n: values[n].clone()) for name, extra in extras.items()}
-            load(inner_module, {**actual, **given}, plainly, extras)
+            held = {name: it.detach() if isinstance(it, torch.Tensor) else it for name, it in actual.items()}
+            load(inner_module, held | given, plainly, extras)
 
         return apply
 

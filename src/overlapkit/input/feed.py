@@ -100,7 +100,8 @@ class Feed:
     def free(self) -> None:
         """Free the host buffers of finished passes, and what the source keeps from pass to pass."""
         self._idle.clear()
-        self.source.close()
+        if all(end.done() for end in self.left):  # else a reader is in it yet
+            self.source.close()
 
     @property
     def epoch(self) -> int | None:

@@ -86,7 +86,9 @@ def _with_items(old: Any, items: list[Any]) -> Any:
     kind = type(old)
     if isinstance(old, tuple):
         made = kind._make(items) if hasattr(kind, "_fields") else kind(items)
-        getattr(made, "__dict__", {}).update(getattr(old, "__dict__", {}))  # as below
+        if attributes := getattr(old, "__dict__", {}):
+            new_of = {id(item): new for item, new in zip(old, items, strict=True)}  # noted twice, as below
+            vars(made).update({name: new_of.get(id(item), item) for name, item in attributes.items()})
         return made
     if kind is list:
         return items

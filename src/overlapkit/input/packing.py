@@ -12,6 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+_HOLES, _LITTLE = 8, 1 << 20
+"""Views that share bytes are copied apart where their range is more than so many times their content, and
+more than so many bytes: two columns of a mapped table must not bring all of it along."""
+_FEW = 32
+"""Views of one storage of which it is looked which share bytes: it takes a microsecond a pair."""
 ALIGNMENT = 512
 """Bytes; where the caching allocator would start a tensor, so that vectorised kernels see no difference."""
 
@@ -163,14 +168,17 @@ class Packing:
         if max(extent.end for extent in group) - group[0].start <= sum(extent.content for extent in group):
             self._add_whole(group, storage)
             return
-        for part in _sharing(group):
-            if len(part) == 1:
-                self._add_compacted(part[0])
-            else:
+        for part in _sharing(group) if len(group) <= _FEW else [group]:
+            content = sum(extent.content for extent in part)
+            reach = max(extent.end for extent in part) - min(extent.start for extent in part)
+            if len(part) > 1 and reach <= max(_LITTLE, _HOLES * content):
                 self._add_whole(part, storage)
+            else:
+                for extent in part:
+                    self._add_compacted(extent)
 
     def _add_whole(self, group: list[_Extent], storage: int) -> None:
-        """As one range, in which they share what they share, whatever holes it has."""
+        """As one range, in which they share what they share."""
         grain = max(extent.tensor.element_size() for extent in group)  # keeps every offset divisible
         start = min(extent.start for extent in group)
         start -= start % grain

@@ -63,7 +63,7 @@ class SampleSeed:
         Args:
             index: The sample's number (or name) in the whole dataset, not in what one rank has of it.
         """
-        key = f"{self._seed}/{self.epoch}/{plain(index)}".encode()
+        key = f"{self._seed}/{self.epoch}/{_plain(index)}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
     def generator(self, index: Any) -> torch.Generator:
@@ -126,3 +126,8 @@ def _global_states() -> Iterator[None]:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
+
+
+def _plain(index: Any) -> Any:
+    """An index by its value, numpy's numbers as Python's."""
+    return tuple(map(_plain, index)) if type(index) is tuple else plain(index)

@@ -290,8 +290,10 @@ def _plain(sample: Any) -> Any:
     """
     if isinstance(sample, list | tuple):
         return [_plain(part) for part in sample]
-    if isinstance(sample, torch.Tensor | np.ndarray | np.generic):
+    if isinstance(sample, np.ndarray) and sample.dtype.hasobject:
         return _plain(sample.tolist())
+    if isinstance(sample, torch.Tensor | np.ndarray | np.generic):
+        return sample.tolist()
     return sample if type(sample) in (str, float, bytes) else operator.index(sample)
 
 

@@ -1,6 +1,7 @@
 """A DataLoader that is read through a twin: equal in all settings, but with a sampler of ours."""
 
 import copy
+import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -33,6 +34,7 @@ class TwinLoader(Source, Generic[Indices]):
         self.exclusive = original.persistent_workers
         self._owned = Generators(reachable(original.dataset, original.collate_fn), others=held)
         self._kept: tuple[DataLoader[Any], Indices] | None = None
+        self._pid = os.getpid()
 
     @abstractmethod
     def _index_batches(self) -> Indices:
@@ -47,13 +49,15 @@ class TwinLoader(Source, Generic[Indices]):
         made.__dict__["sampler" if made.batch_sampler is None else "batch_sampler"] = indices
         if made.persistent_workers:
             made._iterator = None  # the original's workers are not ours
-            self._kept = made, indices
+            self._kept, self._pid = (made, indices), os.getpid()
         return made, indices
 
     def close(self) -> None:
         """End the persistent workers: they are the twin's, and nobody else can."""
         kept, self._kept = self._kept, None
-        if kept is not None and (batches := kept[0]._iterator) is not None:
+        if kept is None or self._pid != os.getpid():  # a forked child's they are not
+            return
+        if (batches := kept[0]._iterator) is not None:
             batches._shutdown_workers()  # type: ignore[attr-defined]  # as at its end
 
     def _rest(self, position: Position) -> Position:

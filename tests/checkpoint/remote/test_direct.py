@@ -135,6 +135,15 @@ def test_a_store_that_is_away_is_no_damage():
         assert checkpointer.restore(state) == 2
 
 
+def test_a_store_is_asked_again_where_one_answer_was_no_json():
+    error = json.JSONDecodeError("a proxy's page", "<html>", 0)
+    with faulty(Fault(0, once=True, error=error)) as fault:
+        save(URL, 1)
+    assert len(fault.calls) > 1
+    with Checkpointer(URL) as checkpointer:
+        assert checkpointer.steps() == [1]
+
+
 def test_leftovers_do_not_count_and_go_when_they_are_a_day_old():
     save(URL, 1, 2)
     there = objects()

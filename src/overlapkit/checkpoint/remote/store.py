@@ -5,7 +5,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from json import JSONDecodeError
 from pathlib import Path
+from ssl import SSLError
 from typing import TypeVar
 
 from overlapkit.checkpoint.errors import CheckpointError, StoreError
@@ -17,6 +19,7 @@ T = TypeVar("T")
 
 _BLOCK = 64 << 20  # bytes of one part of a multipart upload: 10,000 of them are the most that S3 takes
 _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
+_PASSING = (JSONDecodeError, SSLError)  # values that are no good, too, but of one answer
 
 
 class Store:
@@ -170,7 +173,7 @@ class Store:
             except (FileNotFoundError, CheckpointError):  # the latter of what was to be written
                 raise
             except Exception as error:
-                if pause is None or isinstance(error, _FINAL):
+                if pause is None or isinstance(error, _FINAL) and not isinstance(error, _PASSING):
                     place = f"{self.url}/{name}" if name else self.url
                     raise StoreError(f"{place}: {type(error).__name__}: {error}") from error
             time.sleep(pause)

@@ -74,13 +74,13 @@ def find_files(source: Any, labels: Any) -> Files:
         raise TypeError(
             f"source is a {type(source).__name__}: give the folder of the class folders, or a list of paths"
         )
-    paths = [os.fspath(path) for path in source]
+    paths = [os.fsdecode(path) for path in source]
     if not paths:
         raise ValueError("source is an empty list of files: there is nothing to read")
     if "" in paths:
         raise ValueError(f"source[{paths.index('')}] is an empty name: give the path of a file")
-    here = os.getcwd()
-    return Files([os.path.join(here, path) for path in paths], _as_labels(labels, len(paths)), None)
+    whole = [path if os.path.isabs(path) else os.path.join(os.getcwd(), path) for path in paths]
+    return Files(whole, _as_labels(labels, len(paths)), None)
 
 
 def _from_folder(root: Path) -> Files:
