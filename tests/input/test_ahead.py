@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from overlapkit.input import DeviceLoader, ahead
+from overlapkit.lane import Ticket
 from tests.input.sources import Failing, in_order
 
 
@@ -254,3 +255,16 @@ def test_a_pass_that_begins_afresh_waits_for_its_reader_however_long_that_stays(
 
     passing._ahead.stop = stopping
     assert [int(batch) for batch in passing] == [0, 1, 2, 3]
+
+
+def test_what_a_reader_is_in_yet_is_not_ended() -> None:
+    loader = DeviceLoader([1, 2], "cpu")
+    closed: list[str] = []
+    loader._feed.source.close = lambda: closed.append("source")  # type: ignore[method-assign]
+    busy: Ticket[None] = Ticket("input")
+    loader._feed.left.append(busy)
+    loader.close()
+    assert closed == []
+    busy._settle(None, None)
+    loader.close()
+    assert closed == ["source"]
