@@ -44,14 +44,21 @@ class Portion(NamedTuple):
             target.view(source.dtype).view(source.shape).copy_(source)
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor's own memory as uint8 (n,); None where that is not its values in their order, on the host."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.view(-1).view(torch.uint8)
+
+
 def portions(tensors: Sequence[torch.Tensor], starts: Sequence[int]) -> list[Portion]:
     """What copies tensors, none of them empty, to these places in memory of the host; by their starts."""
     found: list[Portion] = []
     for start, tensor in sorted(zip(starts, tensors, strict=True), key=lambda pair: pair[0]):
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        flat = flat_bytes(tensor)
+        if flat is None:
             found.append(Portion(start, start + tensor.nbytes, [tensor]))
             continue
-        flat = tensor.view(-1).view(torch.uint8)
         last, stop = found[-1] if found else None, start + len(flat)
         if last and last.stop == start and stop - last.start <= _AT_ONCE and _is_bytes(last.sources[0]):
             found[-1] = Portion(last.start, stop, last.sources)

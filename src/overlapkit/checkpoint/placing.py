@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from overlapkit.checkpoint.box import is_dtensor, local_part
 from overlapkit.checkpoint.catalog import Saved
+from overlapkit.checkpoint.copying import flat_bytes
 from overlapkit.checkpoint.outline import reshards
 
 Values = dict[str, torch.Tensor]
@@ -94,25 +95,23 @@ def takes_as_it_is(now: Any, saved: Saved, like: torch.Tensor | None) -> bool:
 def copy_in_place(targets: dict[str, torch.Tensor], values: Values) -> None:
     """Copy values into tensors that are there, of the same names, shapes and dtypes."""
     if targets:
-        pairs = [(local_part(target, name)[0], values[name]) for name, target in targets.items()]
-        long = [pair for pair in pairs if _is_long(*pair)]
-        short = [pair for pair in pairs if not _is_long(*pair)]
+        short: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         with torch.no_grad():
-            for target, value in long:
-                torch.cat([_flat(value)], out=_flat(target))
-            if short:  # one call, without the interpreter
-                torch._foreach_copy_([target for target, _ in short], [value for _, value in short])
+            for name, target in targets.items():
+                local, value = local_part(target, name)[0], values[name]
+                flat = flat_bytes(local) if _is_long(local, value) else None
+                if flat is not None:  # by memcpy, past the caches: see `checkpoint.copying`
+                    torch.cat([value.view(-1).view(torch.uint8)], out=flat)
+                else:
+                    short[0].append(local)
+                    short[1].append(value)
+            if short[0]:  # one call, without the interpreter
+                torch._foreach_copy_(*short)
 
 
 def _is_long(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether memcpy copies it past the caches; see `checkpoint.copying`."""
-    plain = type(target) in (torch.Tensor, nn.Parameter) and target.device.type == "cpu"
-    laid_out = target.is_contiguous() and not target.is_conj() and not target.is_neg()
-    return plain and laid_out and target.dtype == value.dtype and target.nbytes == value.nbytes >= _LONG
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    plain = type(target) in (torch.Tensor, nn.Parameter)
+    return plain and target.dtype == value.dtype and target.nbytes == value.nbytes >= _LONG
 
 
 def laid_out_as(

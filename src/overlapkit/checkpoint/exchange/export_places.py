@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from overlapkit.checkpoint.disk import Disk, write_file
-from overlapkit.checkpoint.errors import CheckpointError, StoreError
+from overlapkit.checkpoint.errors import CheckpointError
 from overlapkit.checkpoint.exchange.export_files import INDEX, SINGLE, Files, Row, contents, in_order, index
 from overlapkit.checkpoint.progress import Count
 from overlapkit.checkpoint.remote.place import StorePath
 
 _TEMPORARY = ".overlapkit-export"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+class _NotWritable(CheckpointError):
+    """Around an error of what is to be written: a store does not ask again after it, as after its own."""
 
 
 def check_folder(folder: Path) -> None:
@@ -32,7 +36,10 @@ def check_folder(folder: Path) -> None:
 def write_files(folder: Path, files: Files, tied: dict[str, str], count: Count) -> list[Path]:
     """Write them; return where they are."""
     if isinstance(folder, StorePath):
-        return _into_store(folder, files, tied, count)
+        try:
+            return _into_store(folder, files, tied, count)
+        except _NotWritable as error:
+            raise error.args[0] from None
     return _into_folder(folder, files, tied, count)
 
 
@@ -43,24 +50,14 @@ def _into_store(folder: StorePath, files: Files, tied: dict[str, str], count: Co
         for name, rows in files.items():
             start = count.done
 
-            failed: list[ValueError] = []
-
-            def views(
-                rows: list[Row] = rows, start: int = start, failed: list[ValueError] = failed
-            ) -> Iterator[memoryview]:
+            def views(rows: list[Row] = rows, start: int = start) -> Iterator[memoryview]:
                 count.done = start  # the store is asked again
                 try:
                     yield from contents(rows, tied, count)
-                except ValueError as error:  # a value that the dtype does not have is no fault of the store
-                    failed.append(error)
-                    raise
+                except ValueError as error:  # a value that the dtype does not have
+                    raise _NotWritable(error) from None
 
-            try:
-                store.write(name, views)
-            except StoreError:
-                if failed:
-                    raise failed[-1] from None
-                raise
+            store.write(name, views)
         if len(files) > 1:
             store.put(INDEX, index(files))
     except BaseException:

@@ -5,9 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from json import JSONDecodeError
 from pathlib import Path
-from ssl import SSLError
 from typing import TypeVar
 
 from overlapkit.checkpoint.errors import CheckpointError, StoreError
@@ -18,8 +16,7 @@ from overlapkit.extras import require
 T = TypeVar("T")
 
 _BLOCK = 64 << 20  # bytes of one part of a multipart upload: 10,000 of them are the most that S3 takes
-_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError, ValueError)
-_PASSING = (JSONDecodeError, SSLError)  # values that are no good, too, but of one answer
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, TypeError)
 
 
 class Store:
@@ -173,7 +170,7 @@ class Store:
             except (FileNotFoundError, CheckpointError):  # the latter of what was to be written
                 raise
             except Exception as error:
-                if pause is None or isinstance(error, _FINAL) and not isinstance(error, _PASSING):
+                if pause is None or isinstance(error, _FINAL):
                     place = f"{self.url}/{name}" if name else self.url
                     raise StoreError(f"{place}: {type(error).__name__}: {error}") from error
             time.sleep(pause)
