@@ -32,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout: ignored: pytest-timeout is not installed")
 
 
+def pytest_collection_finish() -> None:
+    """Tests that collect garbage, to see what is left of them, need not go through what all have in common."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

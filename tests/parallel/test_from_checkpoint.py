@@ -88,7 +88,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path):
 
 def _peak_mib(work: Callable[[], Any]) -> float:
     """By how much this process's memory rises at most while it works."""
-    ctypes.CDLL(None).malloc_trim(0)  # pages that were freed are in memory yet: work that gets them adds nothing
+    ctypes.CDLL(None).malloc_trim(0)  # freed pages are in memory yet: who gets them adds nothing
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
 
     def read(name: str) -> int:

@@ -6,7 +6,6 @@ batches of indices are skipped; no sample of theirs is loaded.
 
 import itertools
 import operator
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -14,11 +13,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from overlapkit.input.checks import is_integer
+from overlapkit.input.digest import digest
 from overlapkit.input.generators import Generators, held_by, random_state
 from overlapkit.input.landing import Empty
 from overlapkit.input.position import Position
@@ -271,30 +269,6 @@ class _IndexCursor(TwinCursor):
         # how far the reader came is chance; where a shared generator is left must not be
         self._draws.advance(self._ahead + handed_out + depth)
         super().close(handed_out, depth)
-
-
-def digest(index: Any) -> int | None:
-    """A checksum of the samples of a batch, or None where they are no numbers, text, or made of such."""
-    samples = index if isinstance(index, list | tuple) else [index]
-    try:
-        return zlib.crc32(repr([_plain(sample) for sample in samples]).encode())
-    except TypeError:
-        return None
-
-
-def _plain(sample: Any) -> Any:
-    """A sample's index by its value: samplers give (index, size) and the like, too, and arrays.
-
-    Raises:
-        TypeError: It is something else, whose text may be another in another process.
-    """
-    if isinstance(sample, list | tuple):
-        return [_plain(part) for part in sample]
-    if isinstance(sample, np.ndarray) and sample.dtype.hasobject:
-        return _plain(sample.tolist())
-    if isinstance(sample, torch.Tensor | np.ndarray | np.generic):
-        return sample.tolist()
-    return sample if type(sample) in (str, float, bytes) else operator.index(sample)
 
 
 def _is_sampler(name: str, value: Any) -> bool:

@@ -115,7 +115,7 @@ class TokenShards:
     def __iter__(self) -> Iterator[Batch]:
         """Begin a pass."""
         nbytes = self.batch_size * self.windows.length * self.windows.dtype.itemsize
-        return self._begin(host_memory, group=max(1, _GATHERED // nbytes))
+        return self._begin(host_memory, group=max(1, round(_GATHERED / nbytes)))
 
     def iter_into(self, empty: Empty) -> Iterator[Batch]:
         """Begin a pass whose batches are gathered straight into the memory that `empty` gives for them.
