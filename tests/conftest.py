@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Tests that collect garbage, to see what is left of them, need not go through what all have in common."""
+    """Tests that collect garbage, to see what is left, need not go through what all have in common."""
     gc.collect()
     gc.freeze()
 
