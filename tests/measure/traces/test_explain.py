@@ -382,6 +382,24 @@ def test_a_thread_that_trains_computes_though_it_begins_sends(tmp_path):
     assert (lanes["compute"], lanes["exposed_communication"]) == (100, 400)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_the_first_wait_for_input_counts_as_those_after_it(tmp_path, steps):
+    """Each step waits for its batch from 10 to 910, but for what the one before still runs, until 60."""
+    made = HandTrace()
+    if steps:
+        made.work("of a step that was not recorded", -50, 60)
+    for number in range(steps or 1):
+        zero = 1000 * number
+        if steps:
+            made.step(number, zero, zero + 1000)
+        made.add("user_annotation", "enumerate(DataLoader)#_Single.__next__", zero + 10, 900)
+        made.work("gemm", zero + 960, zero + 1060, launch=zero + 950)
+    report = explain(made.write(tmp_path / "t.json"))
+    assert [record.input for record in report.records] == ([850_000] * steps or [900_000])
+    assert report.findings[0].lane == "input"
+    assert [record.period for record in report.records] == ([1_000_000] * steps or [1_050_000])
+
+
 def test_the_wait_for_input_and_for_the_host(tmp_path):
     """From 100 to 300 nothing runs: 120 of it the host is in the DataLoader, the rest it is late itself."""
     made = HandTrace()
