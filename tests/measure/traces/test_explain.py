@@ -233,6 +233,34 @@ def test_numbers_of_collectives_match_what_was_recorded_in_part(tmp_path):
     assert (arrivals.collectives, arrivals.ranks[0].waited) == (2, 18_000)
 
 
+def test_steps_that_not_all_ranks_recorded_are_not_taken_for_each_other(tmp_path):
+    """Equally many collectives of the same kind, a step apart: only those of step 6 are the same ones."""
+    for rank in (0, 1):
+        made = HandTrace(rank, 2)
+        for number in (5 + rank, 6 + rank):
+            zero = 10_000 * number
+            made.step(number, zero, zero + 9000)
+            late = 300 if (rank, number) == (1, 6) else 0
+            made.collective(zero + 1000 + late, zero + 2000, launch=zero + 500)
+        made.write(tmp_path / f"rank{rank}.json")
+    arrivals = explain(tmp_path).trace.arrivals
+    assert arrivals.collectives == 1
+    assert [(one.waited, one.offset) for one in arrivals.ranks] == [(300_000, 0), (0, 0)]
+
+
+def test_a_rank_that_met_nobody_is_not_late(tmp_path):
+    """Rank 0's group is recorded by no other rank; rank 3 comes last, but once."""
+    for rank, group in ((0, "[0, 1]"), (2, "[2, 3]"), (3, "[2, 3]")):
+        made = HandTrace(rank, 4)
+        for number, late in enumerate((0, 0, 7) if rank == 2 else (500, 500, 0)):
+            start = 2000 * number + (late if rank else 0)
+            made.collective(start, 2000 * number + 600, Seq=number, **{"Process Group Ranks": group})
+        made.write(tmp_path / f"rank{rank}.json")
+    report = explain(tmp_path)
+    assert report.trace.arrivals.straggler.rank == 3
+    assert answers(report)["ranks together"].evidence.startswith("rank 3 arrives last at 2 of 3")
+
+
 def test_process_groups_of_the_same_ranks_count_by_themselves(tmp_path):
     """As a group of its own for reduce-scatter: both have a collective 1, and one a second."""
     for rank in (0, 1):

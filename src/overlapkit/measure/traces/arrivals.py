@@ -59,8 +59,8 @@ class Arrivals:
 
     @property
     def straggler(self) -> Arrival:
-        """Who waited least."""
-        return min(self.ranks, key=lambda one: one.waited)
+        """Who waited least, on the mean of the collectives it took part in."""
+        return min((one for one in self.ranks if one.shared), key=lambda one: one.waited / one.shared)
 
     @property
     def patient(self) -> Arrival:
@@ -168,7 +168,7 @@ def _groups(ranks: Sequence[TracedRank]) -> Iterator[list[_Entry]]:
 
 
 def _matches(group: list[_Entry]) -> Iterator[_Match]:
-    """The n-th of one rank is the n-th of another, where they are of the same kinds; else step by step."""
+    """The n-th of one rank is the n-th of another, where kinds and steps are the same; else step by step."""
     if all(_says(one, row).sequence is not None for _, one, rows in group for row in rows):
         by_number = [{_number(_says(one, row)): row for row in rows} for _, one, rows in group]
         for number in sorted(set.intersection(*(set(rows) for rows in by_number))):
@@ -185,7 +185,8 @@ def _matches(group: list[_Entry]) -> Iterator[_Match]:
 
 def _same(group: list[_Entry]) -> bool:
     kinds = [[_says(one, row).kind for row in rows] for _, one, rows in group]
-    return all(of_rank == kinds[0] for of_rank in kinds)
+    stepped = [_steps(one, rows).tolist() for _, one, rows in group if len(one.timeline.host.windows.starts)]
+    return all(of_rank == all_ranks[0] for all_ranks in (kinds, stepped) for of_rank in all_ranks)
 
 
 def _number(says: Collective) -> tuple[str, int]:
@@ -199,14 +200,14 @@ def _says(one: TracedRank, row: int) -> Collective:
 
 
 def _by_step(group: list[_Entry]) -> Iterator[list[_Entry]]:
-    numbers = [
-        one.timeline.host.windows.numbers[steps] if len(one.timeline.host.windows.numbers) else steps
-        for _, one, rows in group
-        for steps in [one.timeline.steps[rows]]
-    ]
+    numbers = [_steps(one, rows) for _, one, rows in group]
     known = [set(of.tolist()) for of in numbers]
-    for number in sorted(set.intersection(*known)):
+    for number in sorted(set.intersection(*known) - {-1}):
         yield [
-            (place, one, rows[(of == number) & (one.timeline.steps[rows] >= 0)])
-            for (place, one, rows), of in zip(group, numbers, strict=True)
+            (place, one, rows[of == number]) for (place, one, rows), of in zip(group, numbers, strict=True)
         ]
+
+
+def _steps(one: TracedRank, rows: Ints) -> Ints:
+    """The numbers of the profiler's steps that launched some work; -1 for none."""
+    return np.append(one.timeline.host.windows.numbers, -1)[one.timeline.steps[rows]]
