@@ -316,6 +316,20 @@ def test_what_the_optimizer_communicates_is_no_tail(tmp_path):
     assert [(step.tail, len(step.buckets)) for step in report.trace.steps] == [(60_000, 2)] * 2
 
 
+def test_of_two_optimizers_that_step_in_turn_the_second_ends_backward(tmp_path):
+    """A GAN's step: each backward has a reduction, and the second one's is the tail."""
+    made = HandTrace()
+    made.step(0, 0, 900)
+    for launch, start in ((100, 1000), (500, 3000)):
+        made.backward(launch, launch + 100)
+        made.work("backward", start, start + 1000, launch + 20, thread=AUTOGRAD)
+        made.collective(start + 1000, start + 1500, launch + 40, thread=AUTOGRAD)
+        made.add("user_annotation", "Optimizer.step#Adam.step", launch + 150, 100)
+        made.work("adam", start + 1500, start + 1600, launch + 160)
+    (step,) = explain(made.write(tmp_path / "t.json")).trace.steps
+    assert (step.tail, len(step.buckets)) == (500_000, 2)
+
+
 def test_waiting_in_two_collectives_at_once_counts_once(tmp_path):
     for rank, starts in ((0, (100, 150)), (1, (400, 400))):
         made = HandTrace(rank, 2)
