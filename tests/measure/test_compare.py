@@ -62,6 +62,21 @@ def test_noise_is_no_change(monkeypatch):
     assert largest > 0.02  # which would be a change, were it known well enough
 
 
+def test_one_step_of_many_ranks_is_one_step(tmp_path):
+    """Ranks wait for each other: that eight of them agree says nothing about the next step."""
+    for name, slower in (("before", 1.0), ("after", 1.05)):
+        (tmp_path / name).mkdir()
+        for rank in range(8):
+            made = HandTrace(rank, 8)
+            made.step(5, 0, 10_000)
+            made.work("gemm", 100, (1100 + rank) * slower, launch=10)
+            made.collective(2000 * slower, 3000 * slower, launch=500)
+            made.write(tmp_path / name / f"rank{rank}.json")
+    before, after = explain(tmp_path / "before"), explain(tmp_path / "after")
+    assert set(before.to_dict()["error_ms"].values()) == {None}
+    assert StepReport.compare(before, after).verdict.startswith("Too few steps to tell noise")
+
+
 def test_a_finding_that_just_passes_the_bar_is_not_new(monkeypatch):
     low, high = run(monkeypatch, 1, input=0.38), run(monkeypatch, 2, input=0.44)
     assert [finding.lane for finding in low.findings] == []
