@@ -261,6 +261,26 @@ def test_a_rank_that_met_nobody_is_not_late(tmp_path):
     assert answers(report)["ranks together"].evidence.startswith("rank 3 arrives last at 2 of 3")
 
 
+def test_of_several_groups_the_rank_that_was_late_first_is_named(tmp_path):
+    """Rank 3 keeps rank 2 waiting in rows; then both are late in columns, where 0 waits for 2 and 1 for 3."""
+    for rank in range(4):
+        made = HandTrace(rank, 4)
+        row, column = ("[0, 1]", "[2, 3]")[rank // 2], ("[0, 2]", "[1, 3]")[rank % 2]
+        for number in range(3):
+            zero, late = 1000 * number, 300 * (rank // 2)
+            start = zero + (300 if rank == 3 else 0)
+            made.collective(start, zero + 300 + late, Seq=2 * number, **{"Process Group Ranks": row})
+            made.collective(zero + 300 + late, zero + 900, Seq=2 * number, **{"Process Group Ranks": column})
+        made.write(tmp_path / f"rank{rank}.json")
+    report = explain(tmp_path)
+    arrivals = report.trace.arrivals
+    assert arrivals.collectives == 12
+    assert [one.late for one in arrivals.ranks] == [0, 0, 0, 900_000]
+    assert [one["late_us"] for one in arrivals.to_dict()["ranks"]] == [0, 0, 0, 900]
+    evidence = answers(report)["ranks together"].evidence
+    assert evidence.startswith("rank 3 arrives last at 6 of 6 collectives and waits 0.00 ms")
+
+
 def test_process_groups_of_the_same_ranks_count_by_themselves(tmp_path):
     """As a group of its own for reduce-scatter: both have a collective 1, and one a second."""
     for rank in (0, 1):

@@ -22,6 +22,8 @@ class Arrival:
         last: In how many it was the last.
         shared: In how many it took part.
         offset: How far its clock was ahead; 0 where that cannot be told from how far ends differ anyway.
+        late: How long a typical rank waited for it, in the group of ranks where that was most; what it waited
+            itself in other groups is not its own doing, and taken off.
     """
 
     rank: int
@@ -29,12 +31,14 @@ class Arrival:
     last: int
     shared: int
     offset: int
+    late: int
 
     def to_dict(self) -> dict[str, object]:
         """Times in microseconds."""
         return {
             "rank": self.rank,
             "waited_us": self.waited / 1e3,
+            "late_us": self.late / 1e3,
             "last": self.last,
             "shared": self.shared,
             "clock_offset_us": self.offset / 1e3,
@@ -59,8 +63,8 @@ class Arrivals:
 
     @property
     def straggler(self) -> Arrival:
-        """Who waited least, on the mean of the collectives it took part in."""
-        return min((one for one in self.ranks if one.shared), key=lambda one: one.waited / one.shared)
+        """For whom others waited most."""
+        return max((one for one in self.ranks if one.shared), key=lambda one: one.late)
 
     @property
     def patient(self) -> Arrival:
@@ -118,15 +122,28 @@ def compare(ranks: Sequence[TracedRank]) -> Arrivals | str:
     offsets = clock_offsets(len(ranks), meetings)
     waits: list[dict[int, int]] = [{} for _ in ranks]
     last, transfer = [0] * len(ranks), 0
+    blamed: dict[str, tuple[Ints, Ints]] = {}  # of each group, what each rank was waited for, and waited
     for match, meeting in zip(matched, meetings, strict=True):
         seen = attend(meeting, offsets)
         last[int(seen.last[0])] += 1
+        _, one, row = match[0]
+        nobody = np.zeros(len(ranks), dtype=np.int64), np.zeros(len(ranks), dtype=np.int64)
+        blame, waited = blamed.setdefault(_says(one, row).group, nobody)
+        blame[seen.last[0]] += np.partition(seen.waits[0], len(match) // 2)[len(match) // 2]
+        waited[meeting.places] += seen.waits[0]
         transfer += int(seen.transfer[0])
         for (place, _, row), wait in zip(match, seen.waits[0], strict=True):
             waits[place][row] = int(wait)
+    everywhere = sum(waited for _, waited in blamed.values())
+    late = np.max([blame - (everywhere - waited) for blame, waited in blamed.values()], axis=0)
     arrivals = [
         Arrival(
-            one.rank, _waited(one.timeline, waits[place]), last[place], len(waits[place]), int(offsets[place])
+            rank=one.rank,
+            waited=_waited(one.timeline, waits[place]),
+            last=last[place],
+            shared=len(waits[place]),
+            offset=int(offsets[place]),
+            late=max(0, int(late[place])),
         )
         for place, one in enumerate(ranks)
     ]
