@@ -125,8 +125,10 @@ def test_saved_reports_compare_as_new_ones_do(monkeypatch, tmp_path):
     before, after = run(monkeypatch, 1, input=4), run(monkeypatch, 2)
     before.save(tmp_path / "a.json")
     after.save(tmp_path / "b.json")
+    after.save(tmp_path / "b.json.gz")
     found = StepReport.compare(before, after)
     assert StepReport.compare(tmp_path / "a.json", str(tmp_path / "b.json")) == found
+    assert StepReport.compare(tmp_path / "a.json", tmp_path / "b.json.gz") == found
     assert StepReport.compare(before, after.to_dict()) == found
     told = found.to_dict()
     assert json.loads(json.dumps(told, allow_nan=False)) == told
@@ -196,6 +198,15 @@ def test_what_is_no_report_is_one_error(monkeypatch, tmp_path, text, words):
         monkeypatch.setattr("overlapkit.measure.compare._LONGEST", 299)
     with pytest.raises((TypeError, ValueError), match=rf"a.json.*{words}"):
         StepReport.compare(tmp_path / "a.json", run(monkeypatch, steps=2))
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-20], lambda raw: raw[:99] + b"x" * 99 + raw[198:]])
+def test_a_packed_report_that_is_damaged_is_one_error(monkeypatch, tmp_path, damage):
+    packed = tmp_path / "a.json.gz"
+    run(monkeypatch, steps=2).save(packed)
+    packed.write_bytes(damage(packed.read_bytes()))
+    with pytest.raises(ValueError, match=r"a\.json\.gz is damaged: "):
+        StepReport.compare(packed, packed)
 
 
 def test_what_cannot_be_compared(monkeypatch):

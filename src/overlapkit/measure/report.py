@@ -146,7 +146,7 @@ class StepReport:
         return compare(before, after)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write `to_dict()` as JSON.
+        """Write `to_dict()` as JSON; packed if named .gz.
 
         Raises:
             TypeError: `path` is no path.
