@@ -19,6 +19,7 @@ from overlapkit import __version__
 from overlapkit.checkpoint import Checkpointer, tables
 from overlapkit.cli import app, main
 from tests.checkpoint.loop import build, train_step
+from tests.measure.traces.hand import HandTrace
 
 ROOT = Path(__file__).parent.parent
 
@@ -219,6 +220,17 @@ def test_a_closed_pipe_is_no_traceback(sound):
     assert process.stderr.read() == b""
     process.stderr.close()
     process.wait(60)
+
+
+def test_a_terminal_that_knows_no_bars_gets_the_report(tmp_path):
+    made = HandTrace()
+    made.work("gemm", 0, 400, launch=0)
+    trace = made.write(tmp_path / "t.json")
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "overlapkit", "explain", str(trace)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no steps ? rank 0 of 1 ? cuda:0" in done.stdout
 
 
 def test_help_does_not_wait_for_torch():

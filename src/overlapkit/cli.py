@@ -7,6 +7,7 @@ What takes long to import is imported by the command that needs it.
 
 import contextlib
 import functools
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -294,7 +295,9 @@ app.command(epilog=cli_plan.EXIT_STATUS)(_guarded(cli_plan.plan))
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line. What stdout's encoding does not know (a bar, a dot) is a question mark there."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     app()
 
 

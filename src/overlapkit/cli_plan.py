@@ -12,8 +12,17 @@ LinkFile = Annotated[str | None, typer.Option(help="JSON of plan.probe_link(mesh
 NodeRate = Annotated[float | None, typer.Option(help="Without --link: GB/s of a ring inside a node.")]
 NetworkRate = Annotated[float | None, typer.Option(help="GB/s between nodes for each rank (its port).")]
 
+_PART_OF = {
+    **dict.fromkeys(("network_gb_s", "copy_gb_s", "node_size", "node_us"), "node_gb_s"),
+    "network_us": "network_gb_s",
+    "memory_gib": "choose",
+    **dict.fromkeys(("restart_s", "stall_s", "write_s"), "mtbf_h"),
+}
+"""Options that say nothing without another one."""
+
 
 def plan(
+    context: typer.Context,
     profile: Profile,
     ranks: Ranks = "2..16384",
     link: LinkFile = None,
@@ -47,7 +56,9 @@ def plan(
     from overlapkit.plan import Failures, scale
     from overlapkit.plan import Profile as Measured
     from overlapkit.plan import choose as choose_plan
+    from overlapkit.plan.arguments import check_amount
 
+    _check_given(context)
     measured, worlds = Measured.load(profile), _worlds(ranks)
     wire = _link(link, node_gb_s, network_gb_s, copy_gb_s, node_size, node_us, network_us)
     failures = None if mtbf_h is None else Failures(mtbf_h * 3600, restart_s, stall_s, write_s)
@@ -64,6 +75,8 @@ def plan(
     if choose is not None:
         if chosen is not None:
             raise ValueError(f"--plan {plan_file} and --choose {choose}: give one of them")
+        if memory_gib is not None:
+            check_amount("memory_gib", memory_gib, above=0)
         memory = None if memory_gib is None else round(memory_gib * 2**30)
         chosen = choose_plan(measured, wire, memory, world=worlds[0], **options)
         chosen.save(choose)
@@ -77,12 +90,23 @@ def plan(
     return True
 
 
+def _check_given(context: typer.Context) -> None:
+    """No option is dropped in silence."""
+    for option, whole in _PART_OF.items():
+        source = context.get_parameter_source(option)
+        if source is not None and source.name == "COMMANDLINE" and context.params[whole] is None:
+            part, of = (f"--{name.replace('_', '-')}" for name in (option, whole))
+            raise ValueError(f"{part} has no effect without {of}: leave it out, or give {of} as well")
+
+
 def _worlds(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     try:
         if not dots:
             return [int(word) for word in text.split(",")]
         worlds = [int(first)]
+        if int(last) < worlds[0]:
+            raise ValueError
         while worlds[-1] * 2 <= int(last) and worlds[-1] > 0:
             worlds.append(worlds[-1] * 2)
         return worlds

@@ -196,6 +196,9 @@ def test_without_a_store_the_job_is_one_clear_line(tmp_path):
     place = Place(1, 2, 1, 2)
     with pytest.raises(Unreadable, match="MASTER_ADDR='' and MASTER_PORT|MASTER_ADDR='', MASTER_PORT"):
         Job.join(place, {}, 1.0)
+    for port in ("0", "65536", "x"):
+        with pytest.raises(Unreadable, match=f"MASTER_PORT='{port}' name no store"):
+            Job.join(place, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, 1.0)
     with pytest.raises(Unreadable, match=r"rank 0's store at 127\.0\.0\.1:9 does not answer"):
         Job.join(place, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, 0.2)
     tools = instruments(tmp_path, 1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT="9")

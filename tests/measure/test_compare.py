@@ -62,6 +62,21 @@ def test_noise_is_no_change(monkeypatch):
     assert largest > 0.02  # which would be a change, were it known well enough
 
 
+def test_one_step_of_many_ranks_is_one_step(tmp_path):
+    """Ranks wait for each other: that eight of them agree says nothing about the next step."""
+    for name, slower in (("before", 1.0), ("after", 1.05)):
+        (tmp_path / name).mkdir()
+        for rank in range(8):
+            made = HandTrace(rank, 8)
+            made.step(5, 0, 10_000)
+            made.work("gemm", 100, (1100 + rank) * slower, launch=10)
+            made.collective(2000 * slower, 3000 * slower, launch=500)
+            made.write(tmp_path / name / f"rank{rank}.json")
+    before, after = explain(tmp_path / "before"), explain(tmp_path / "after")
+    assert set(before.to_dict()["error_ms"].values()) == {None}
+    assert StepReport.compare(before, after).verdict.startswith("Too few steps to tell noise")
+
+
 def test_a_finding_that_just_passes_the_bar_is_not_new(monkeypatch):
     low, high = run(monkeypatch, 1, input=0.38), run(monkeypatch, 2, input=0.44)
     assert [finding.lane for finding in low.findings] == []
@@ -110,8 +125,10 @@ def test_saved_reports_compare_as_new_ones_do(monkeypatch, tmp_path):
     before, after = run(monkeypatch, 1, input=4), run(monkeypatch, 2)
     before.save(tmp_path / "a.json")
     after.save(tmp_path / "b.json")
+    after.save(tmp_path / "b.json.gz")
     found = StepReport.compare(before, after)
     assert StepReport.compare(tmp_path / "a.json", str(tmp_path / "b.json")) == found
+    assert StepReport.compare(tmp_path / "a.json", tmp_path / "b.json.gz") == found
     assert StepReport.compare(before, after.to_dict()) == found
     told = found.to_dict()
     assert json.loads(json.dumps(told, allow_nan=False)) == told
@@ -181,6 +198,15 @@ def test_what_is_no_report_is_one_error(monkeypatch, tmp_path, text, words):
         monkeypatch.setattr("overlapkit.measure.compare._LONGEST", 299)
     with pytest.raises((TypeError, ValueError), match=rf"a.json.*{words}"):
         StepReport.compare(tmp_path / "a.json", run(monkeypatch, steps=2))
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-20], lambda raw: raw[:99] + b"x" * 99 + raw[198:]])
+def test_a_packed_report_that_is_damaged_is_one_error(monkeypatch, tmp_path, damage):
+    packed = tmp_path / "a.json.gz"
+    run(monkeypatch, steps=2).save(packed)
+    packed.write_bytes(damage(packed.read_bytes()))
+    with pytest.raises(ValueError, match=r"a\.json\.gz is damaged: "):
+        StepReport.compare(packed, packed)
 
 
 def test_what_cannot_be_compared(monkeypatch):

@@ -624,6 +624,14 @@ def test_mistakes_are_errors_at_construction(given, error, message):
         StepMeter(**given)
 
 
+@pytest.mark.parametrize("groups", [([], [nn.Parameter(torch.ones(1))]), ([],)])
+def test_an_optimizer_may_have_groups_without_parameters(groups):
+    meter = StepMeter(optimizer=torch.optim.SGD([{"params": group} for group in groups], lr=0.1))
+    with meter.step():
+        pass
+    assert meter.report().device == "cpu"
+
+
 def test_a_launched_rank_without_its_group_is_an_error_at_construction(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="no process group"):

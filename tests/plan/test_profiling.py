@@ -169,6 +169,13 @@ def test_a_profile_that_makes_no_sense_is_refused(units: tuple[UnitProfile, ...]
         Profile(units)
 
 
+def test_a_profile_by_hand_names_its_device_as_torch_does() -> None:
+    root = (UnitProfile((), False, 1, (), 4, 0.0, 0.0, 0, 0),)
+    assert Profile(root, device="cuda:1").device == "cuda:1"
+    with pytest.raises(ValueError, match="device='H100': give it as torch does, 'cuda' or 'cpu'"):
+        Profile(root, device="H100")
+
+
 class _Two(nn.Module):
     """Its first output goes nowhere."""
 

@@ -87,6 +87,17 @@ def test_the_command_chooses_a_plan_and_takes_one(profile: Path, tmp_path: Path)
         (("--node-gb-s", 1, "--ranks", "2", "--wrapper", "ddp"), "wrapper='ddp'"),
         (("--node-gb-s", 1, "--ranks", "2", "--memory-gib", 0.0001, "--choose", "x.json"), "no plan fits"),
         (("--node-gb-s", 1, "--plan", "a", "--choose", "b"), "a: no such file"),
+        (("--ranks", "16..2"), "--ranks 16..2: give numbers as 8,64,512, or a range as 2..16384"),
+        (("--link", "x.json", "--network-gb-s", 1), "--network-gb-s has no effect without --node-gb-s"),
+        (("--link", "x.json", "--node-size", 8), "--node-size has no effect without --node-gb-s"),
+        (("--node-gb-s", 1, "--network-us", 1), "--network-us has no effect without --network-gb-s"),
+        (("--node-gb-s", 1, "--memory-gib", 1), "--memory-gib has no effect without --choose"),
+        (("--node-gb-s", 1, "--stall-s", 1), "--stall-s has no effect without --mtbf-h"),
+        (("--node-gb-s", 1, "--choose", "x.json", "--memory-gib", "inf"), "memory_gib=inf: give a finite"),
+        (
+            ("--node-gb-s", 1, "--ranks", "2", "--wrapper", "replicate", "--shards", 2),
+            "shards=2, wrapper='replicate': it keeps every parameter whole",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(profile: Path, arguments: tuple, words: str) -> None:

@@ -52,7 +52,7 @@ class Job:
             served: Any = _get_default_store()
             return cls(place, served.clone(), timeout)
         where, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-        if not where or not port.isdigit():
+        if not where or not (port.isdecimal() and 0 < int(port) < 1 << 16):
             raise Unreadable(
                 f"WORLD_SIZE={place.world}, and MASTER_ADDR={where!r}, MASTER_PORT={port!r} name no store: "
                 "start the job with torchrun"

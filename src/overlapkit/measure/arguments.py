@@ -132,7 +132,6 @@ def device_of(model: nn.Module | None, optimizer: Optimizer | None) -> torch.dev
     """Where the training happens: the clock and the memory statistics follow."""
     if model is not None:
         return next(model.parameters()).device
-    if optimizer is not None:
-        device: torch.device = optimizer.param_groups[0]["params"][0].device
-        return device
-    return torch.device("cpu")
+    groups = [] if optimizer is None else optimizer.param_groups
+    devices = (parameter.device for group in groups for parameter in group["params"])
+    return next(devices, torch.device("cpu"))

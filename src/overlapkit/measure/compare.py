@@ -3,7 +3,9 @@
 Reports are compared as `to_dict()` has them: saved ones, of other runs and other days, as well as new ones.
 """
 
+import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike, fspath
@@ -130,7 +132,12 @@ def _read(given: Any, argument: str) -> dict[str, Any]:
 
 def _load(path: str) -> Any:
     with open(path, "rb") as file:
-        text = file.read(_LONGEST + 1)
+        packed = file.read(2) == b"\x1f\x8b"  # save() packs what is named .gz
+        file.seek(0)
+        try:
+            text = (gzip.GzipFile(fileobj=file) if packed else file).read(_LONGEST + 1)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
     if len(text) > _LONGEST:
         raise ValueError(f"{path} is longer than any report: overlapkit explain --json {path} reads a trace")
     try:

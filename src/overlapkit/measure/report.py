@@ -116,8 +116,11 @@ class StepReport:
         fields = {"step": "period", **{part: part for part in self.parts}}
         errors: dict[str, float | None] = {}
         for name, field_ in fields.items():
-            times = [time / 1e6 for one in self.records if (time := getattr(one, field_, None)) is not None]
-            errors[name] = standard_error(times)
+            steps: dict[int, list[float]] = {}  # a trace's ranks wait for each other: a step is one value
+            for one in self.records:
+                if (time := getattr(one, field_, None)) is not None:
+                    steps.setdefault(one.index, []).append(time / 1e6)
+            errors[name] = standard_error([sum(times) / len(times) for times in steps.values()])
         return errors
 
     @staticmethod
@@ -143,7 +146,7 @@ class StepReport:
         return compare(before, after)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write `to_dict()` as JSON.
+        """Write `to_dict()` as JSON; packed if named .gz.
 
         Raises:
             TypeError: `path` is no path.

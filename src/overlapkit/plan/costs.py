@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from overlapkit.parallel.units import ROOT
@@ -90,6 +91,10 @@ class Profile(Stored):
             )
         if self.tokens is not None:
             check_ranks("tokens", self.tokens)
+        try:
+            torch.device(self.device)
+        except RuntimeError:
+            raise ValueError(f"device={self.device!r}: give it as torch does, 'cuda' or 'cpu'") from None
         for unit in self.units:
             for figure in ("forward_s", "backward_s"):
                 check_amount(f"{unit.name}: {figure}", getattr(unit, figure))

@@ -61,9 +61,14 @@ def play(job: Job, plan: ShardPlan, wrapper: Wrapper) -> Played:
     """One step of a job under a plan, up to the optimizer.
 
     Raises:
-        ValueError: There is no such wrapper.
+        ValueError: There is no such wrapper, or `replicate` is to share parameters.
     """
     if wrapper == "replicate":
+        if job.shards is not None:
+            raise ValueError(
+                f"shards={job.shards}, wrapper='replicate': it keeps every parameter whole on each rank; "
+                "give shards=None, or wrapper='shard'"
+            )
         return play_buckets(job, plan)
     if wrapper != "shard":
         raise ValueError(f"wrapper={wrapper!r}: give 'shard' or 'replicate'")

@@ -233,6 +233,54 @@ def test_numbers_of_collectives_match_what_was_recorded_in_part(tmp_path):
     assert (arrivals.collectives, arrivals.ranks[0].waited) == (2, 18_000)
 
 
+def test_steps_that_not_all_ranks_recorded_are_not_taken_for_each_other(tmp_path):
+    """Equally many collectives of the same kind, a step apart: only those of step 6 are the same ones."""
+    for rank in (0, 1):
+        made = HandTrace(rank, 2)
+        for number in (5 + rank, 6 + rank):
+            zero = 10_000 * number
+            made.step(number, zero, zero + 9000)
+            late = 300 if (rank, number) == (1, 6) else 0
+            made.collective(zero + 1000 + late, zero + 2000, launch=zero + 500)
+        made.write(tmp_path / f"rank{rank}.json")
+    arrivals = explain(tmp_path).trace.arrivals
+    assert arrivals.collectives == 1
+    assert [(one.waited, one.offset) for one in arrivals.ranks] == [(300_000, 0), (0, 0)]
+
+
+def test_a_rank_that_met_nobody_is_not_late(tmp_path):
+    """Rank 0's group is recorded by no other rank; rank 3 comes last, but once."""
+    for rank, group in ((0, "[0, 1]"), (2, "[2, 3]"), (3, "[2, 3]")):
+        made = HandTrace(rank, 4)
+        for number, late in enumerate((0, 0, 7) if rank == 2 else (500, 500, 0)):
+            start = 2000 * number + (late if rank else 0)
+            made.collective(start, 2000 * number + 600, Seq=number, **{"Process Group Ranks": group})
+        made.write(tmp_path / f"rank{rank}.json")
+    report = explain(tmp_path)
+    assert report.trace.arrivals.straggler.rank == 3
+    assert answers(report)["ranks together"].evidence.startswith("rank 3 arrives last at 2 of 3")
+
+
+def test_of_several_groups_the_rank_that_was_late_first_is_named(tmp_path):
+    """Rank 3 keeps rank 2 waiting in rows; then both are late in columns, where 0 waits for 2 and 1 for 3."""
+    for rank in range(4):
+        made = HandTrace(rank, 4)
+        row, column = ("[0, 1]", "[2, 3]")[rank // 2], ("[0, 2]", "[1, 3]")[rank % 2]
+        for number in range(3):
+            zero, late = 1000 * number, 300 * (rank // 2)
+            start = zero + (300 if rank == 3 else 0)
+            made.collective(start, zero + 300 + late, Seq=2 * number, **{"Process Group Ranks": row})
+            made.collective(zero + 300 + late, zero + 900, Seq=2 * number, **{"Process Group Ranks": column})
+        made.write(tmp_path / f"rank{rank}.json")
+    report = explain(tmp_path)
+    arrivals = report.trace.arrivals
+    assert arrivals.collectives == 12
+    assert [one.late for one in arrivals.ranks] == [0, 0, 0, 900_000]
+    assert [one["late_us"] for one in arrivals.to_dict()["ranks"]] == [0, 0, 0, 900]
+    evidence = answers(report)["ranks together"].evidence
+    assert evidence.startswith("rank 3 arrives last at 6 of 6 collectives and waits 0.00 ms")
+
+
 def test_process_groups_of_the_same_ranks_count_by_themselves(tmp_path):
     """As a group of its own for reduce-scatter: both have a collective 1, and one a second."""
     for rank in (0, 1):
@@ -286,6 +334,20 @@ def test_what_the_optimizer_communicates_is_no_tail(tmp_path):
     made.collective(1800, 1900, 1080)
     report = explain(made.write(tmp_path / "t.json"))
     assert [(step.tail, len(step.buckets)) for step in report.trace.steps] == [(60_000, 2)] * 2
+
+
+def test_of_two_optimizers_that_step_in_turn_the_second_ends_backward(tmp_path):
+    """A GAN's step: each backward has a reduction, and the second one's is the tail."""
+    made = HandTrace()
+    made.step(0, 0, 900)
+    for launch, start in ((100, 1000), (500, 3000)):
+        made.backward(launch, launch + 100)
+        made.work("backward", start, start + 1000, launch + 20, thread=AUTOGRAD)
+        made.collective(start + 1000, start + 1500, launch + 40, thread=AUTOGRAD)
+        made.add("user_annotation", "Optimizer.step#Adam.step", launch + 150, 100)
+        made.work("adam", start + 1500, start + 1600, launch + 160)
+    (step,) = explain(made.write(tmp_path / "t.json")).trace.steps
+    assert (step.tail, len(step.buckets)) == (500_000, 2)
 
 
 def test_waiting_in_two_collectives_at_once_counts_once(tmp_path):
@@ -380,6 +442,24 @@ def test_a_thread_that_trains_computes_though_it_begins_sends(tmp_path):
     made.add("cpu_op", "aten::linear", 200, 100)
     lanes = lanes_us(explain(made.write(tmp_path / "t.json")))
     assert (lanes["compute"], lanes["exposed_communication"]) == (100, 400)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_the_first_wait_for_input_counts_as_those_after_it(tmp_path, steps):
+    """Each step waits for its batch from 10 to 910, but for what the one before still runs, until 60."""
+    made = HandTrace()
+    if steps:
+        made.work("of a step that was not recorded", -50, 60)
+    for number in range(steps or 1):
+        zero = 1000 * number
+        if steps:
+            made.step(number, zero, zero + 1000)
+        made.add("user_annotation", "enumerate(DataLoader)#_Single.__next__", zero + 10, 900)
+        made.work("gemm", zero + 960, zero + 1060, launch=zero + 950)
+    report = explain(made.write(tmp_path / "t.json"))
+    assert [record.input for record in report.records] == ([850_000] * steps or [900_000])
+    assert report.findings[0].lane == "input"
+    assert [record.period for record in report.records] == ([1_000_000] * steps or [1_050_000])
 
 
 def test_the_wait_for_input_and_for_the_host(tmp_path):

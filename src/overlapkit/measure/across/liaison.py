@@ -4,6 +4,7 @@ import json
 import threading
 import time
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -134,10 +135,7 @@ class _Desk:
         """The latest window that is complete here, or -1."""
         records = self._ledger.records
         measured = records[-1].index // self.every + 1 if records else 0
-        number = -1
-        while window_end(number + 1) <= measured:
-            number += 1
-        return number
+        return measured // WINDOW + 1 if measured >= WINDOW else bisect_right((5, 10), measured) - 1
 
     def why_none(self) -> str:
         if self._error is not None:

@@ -96,7 +96,7 @@ def _together(summary: Summary, fix: str | None) -> Answer:
         return unmeasured(name, "ms", "single process" if world == 1 else str(arrivals))
     first, longest = arrivals.straggler, arrivals.patient
     evidence = (
-        f"rank {first.rank} arrives last at {first.last} of {arrivals.collectives} collectives and waits "
+        f"rank {first.rank} arrives last at {first.last} of {first.shared} collectives and waits "
         f"{first.waited / 1e6:.2f} ms in all; rank {longest.rank} waits {longest.waited / 1e6:.2f} ms"
     )
     share = summary.share(waited)

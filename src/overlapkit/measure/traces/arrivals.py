@@ -22,6 +22,8 @@ class Arrival:
         last: In how many it was the last.
         shared: In how many it took part.
         offset: How far its clock was ahead; 0 where that cannot be told from how far ends differ anyway.
+        late: How long a typical rank waited for it, in the group of ranks where that was most; what it waited
+            itself in other groups is not its own doing, and taken off.
     """
 
     rank: int
@@ -29,12 +31,14 @@ class Arrival:
     last: int
     shared: int
     offset: int
+    late: int
 
     def to_dict(self) -> dict[str, object]:
         """Times in microseconds."""
         return {
             "rank": self.rank,
             "waited_us": self.waited / 1e3,
+            "late_us": self.late / 1e3,
             "last": self.last,
             "shared": self.shared,
             "clock_offset_us": self.offset / 1e3,
@@ -59,8 +63,8 @@ class Arrivals:
 
     @property
     def straggler(self) -> Arrival:
-        """Who waited least."""
-        return min(self.ranks, key=lambda one: one.waited)
+        """For whom others waited most."""
+        return max((one for one in self.ranks if one.shared), key=lambda one: one.late)
 
     @property
     def patient(self) -> Arrival:
@@ -118,15 +122,28 @@ def compare(ranks: Sequence[TracedRank]) -> Arrivals | str:
     offsets = clock_offsets(len(ranks), meetings)
     waits: list[dict[int, int]] = [{} for _ in ranks]
     last, transfer = [0] * len(ranks), 0
+    blamed: dict[str, tuple[Ints, Ints]] = {}  # of each group, what each rank was waited for, and waited
     for match, meeting in zip(matched, meetings, strict=True):
         seen = attend(meeting, offsets)
         last[int(seen.last[0])] += 1
+        _, one, row = match[0]
+        nobody = np.zeros(len(ranks), dtype=np.int64), np.zeros(len(ranks), dtype=np.int64)
+        blame, waited = blamed.setdefault(_says(one, row).group, nobody)
+        blame[seen.last[0]] += np.partition(seen.waits[0], len(match) // 2)[len(match) // 2]
+        waited[meeting.places] += seen.waits[0]
         transfer += int(seen.transfer[0])
         for (place, _, row), wait in zip(match, seen.waits[0], strict=True):
             waits[place][row] = int(wait)
+    everywhere = sum(waited for _, waited in blamed.values())
+    late = np.max([blame - (everywhere - waited) for blame, waited in blamed.values()], axis=0)
     arrivals = [
         Arrival(
-            one.rank, _waited(one.timeline, waits[place]), last[place], len(waits[place]), int(offsets[place])
+            rank=one.rank,
+            waited=_waited(one.timeline, waits[place]),
+            last=last[place],
+            shared=len(waits[place]),
+            offset=int(offsets[place]),
+            late=max(0, int(late[place])),
         )
         for place, one in enumerate(ranks)
     ]
@@ -168,7 +185,7 @@ def _groups(ranks: Sequence[TracedRank]) -> Iterator[list[_Entry]]:
 
 
 def _matches(group: list[_Entry]) -> Iterator[_Match]:
-    """The n-th of one rank is the n-th of another, where they are of the same kinds; else step by step."""
+    """The n-th of one rank is the n-th of another, where kinds and steps are the same; else step by step."""
     if all(_says(one, row).sequence is not None for _, one, rows in group for row in rows):
         by_number = [{_number(_says(one, row)): row for row in rows} for _, one, rows in group]
         for number in sorted(set.intersection(*(set(rows) for rows in by_number))):
@@ -185,7 +202,8 @@ def _matches(group: list[_Entry]) -> Iterator[_Match]:
 
 def _same(group: list[_Entry]) -> bool:
     kinds = [[_says(one, row).kind for row in rows] for _, one, rows in group]
-    return all(of_rank == kinds[0] for of_rank in kinds)
+    stepped = [_steps(one, rows).tolist() for _, one, rows in group if len(one.timeline.host.windows.starts)]
+    return all(of_rank == all_ranks[0] for all_ranks in (kinds, stepped) for of_rank in all_ranks)
 
 
 def _number(says: Collective) -> tuple[str, int]:
@@ -199,14 +217,14 @@ def _says(one: TracedRank, row: int) -> Collective:
 
 
 def _by_step(group: list[_Entry]) -> Iterator[list[_Entry]]:
-    numbers = [
-        one.timeline.host.windows.numbers[steps] if len(one.timeline.host.windows.numbers) else steps
-        for _, one, rows in group
-        for steps in [one.timeline.steps[rows]]
-    ]
+    numbers = [_steps(one, rows) for _, one, rows in group]
     known = [set(of.tolist()) for of in numbers]
-    for number in sorted(set.intersection(*known)):
+    for number in sorted(set.intersection(*known) - {-1}):
         yield [
-            (place, one, rows[(of == number) & (one.timeline.steps[rows] >= 0)])
-            for (place, one, rows), of in zip(group, numbers, strict=True)
+            (place, one, rows[of == number]) for (place, one, rows), of in zip(group, numbers, strict=True)
         ]
+
+
+def _steps(one: TracedRank, rows: Ints) -> Ints:
+    """The numbers of the profiler's steps that launched some work; -1 for none."""
+    return np.append(one.timeline.host.windows.numbers, -1)[one.timeline.steps[rows]]

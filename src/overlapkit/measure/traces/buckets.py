@@ -69,7 +69,8 @@ def find_tail(timeline: Timeline, mine: Ints, zero: int) -> Tail:
     if not backward.any():
         return Tail((), None, ())
     first, last_end = launched[backward].min(), int(ends[backward].max())
-    optimizer = launched[lanes == OPTIMIZER]
+    # Of several optimizers that step in turn (a GAN's), those before the last backward end nothing.
+    optimizer = launched[(lanes == OPTIMIZER) & (launched > launched[backward].max())]
     until = optimizer.min() if len(optimizer) else np.iinfo(np.int64).max
     rows = mine[(lanes == COMMUNICATION) & (launched >= first) & (launched < until)]
     if not len(rows):

@@ -41,6 +41,7 @@ class TracedStep:
         lanes: From the first start to the last end of what the step launched.
         record: The period from the end of the step before, shared out. What ran in it counts, whichever
             step launched it: a host that runs ahead launches copies under the compute of the step before.
+            That of the first begins with its wait for a batch, or else with its first work.
         copies: From the host to the device; None on a host without one.
         idle: Of the period, when nothing was at work and the host did not wait for a batch.
         host_wait: Of that, the gaps whose next work was launched only when the gap had begun.
@@ -147,7 +148,7 @@ def _step(
 ) -> TracedStep:
     starts, ends, lanes = timeline.starts[mine], timeline.ends[mine], timeline.lanes[mine]
     first = int(starts.min())
-    begin = first if since is None else since
+    begin = _first_begin(timeline, number, zero, first) if since is None else since
     end = max(begin, int(ends.max()))
     beside = timeline.during(begin, end)
     sweep = timeline.sweep(beside, begin, end)
@@ -165,6 +166,17 @@ def _step(
         tail_rows=tail.rows,
         end=end,
     )
+
+
+def _first_begin(timeline: Timeline, number: int | None, zero: int, first: int) -> int:
+    """Where a period begins that has none before it: with its first work, or the wait for its batch.
+
+    What else the host did before, starting the profiler among it, is not told apart from training.
+    """
+    fed = timeline.host.input.starts
+    waits = fed[(fed < first) & ((fed >= zero) | (number is None))]
+    before = timeline.ends[timeline.starts < first]  # of the step before, whose launch was not recorded
+    return min(first, max(int(waits[0]), int(before.max(initial=waits[0])))) if len(waits) else first
 
 
 def _record(timeline: Timeline, sweep: Sweep, number: int, first: int) -> StepRecord:
