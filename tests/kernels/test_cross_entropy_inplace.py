@@ -191,6 +191,15 @@ def test_recomputed_activations(path: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+def test_autocast_on_the_cpu_rounds_nothing(path: str) -> None:
+    """The logits' dot with the weights, which smoothing needs, is a product that autocast would round."""
+    (x, target), weight = make(5, 37), torch.rand(37)
+    right = truth(x.double(), target, weight.double(), label_smoothing=0.9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = kernels.cross_entropy_(x * 1.0, target, weight, label_smoothing=0.9)
+    torch.testing.assert_close(loss.double(), right, rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
