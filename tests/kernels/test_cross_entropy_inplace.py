@@ -205,7 +205,12 @@ def test_autocast_on_the_cpu_rounds_nothing(path: str) -> None:
     [
         ({"logits": torch.ones(2, 4, requires_grad=True)}, ValueError, "logits is a leaf that requires grad"),
         (
-            {"logits": torch.ones(1, 4, requires_grad=True).expand(2, 4)},
+            {"logits": torch.ones(1, 2, 4, requires_grad=True).view(-1, 4)},
+            ValueError,
+            "logits is a view of a leaf that requires grad",
+        ),
+        (
+            {"logits": (torch.ones(1, 4, requires_grad=True) * 1).expand(2, 4)},
             ValueError,
             r"logits has strides \(0, 1\)",
         ),

@@ -42,8 +42,9 @@ def cross_entropy_(
     factor reaches it; `cross_entropy` multiplies first.
 
     Args:
-        logits: As in `cross_entropy`, but no leaf that requires grad, and no element twice (expand, unfold).
-            The memory is saved for (N, V) with dense rows; others are copied there and back.
+        logits: As in `cross_entropy`, but no leaf that requires grad, no view of one, and no element twice
+            (expand, unfold). The memory is saved for (N, V) with dense rows; others are copied there and
+            back.
         target: As in `cross_entropy`; int64 or uint8, no class probabilities.
         weight: As in `cross_entropy`, like all that follow.
         ignore_index: A target that counts for nothing.
@@ -87,9 +88,11 @@ def cross_entropy_(
 
 
 def _check_writable(logits: Tensor) -> None:
-    if logits.is_leaf:
+    base = logits._base
+    if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+        what = "leaf" if logits.is_leaf else "view of a leaf"
         raise ValueError(
-            "logits is a leaf that requires grad: its values would be lost; use cross_entropy for it"
+            f"logits is a {what} that requires grad: its values would be lost; use cross_entropy for it"
         )
     if _shares_memory(logits):
         raise ValueError(
