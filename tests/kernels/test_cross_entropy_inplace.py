@@ -221,6 +221,7 @@ def test_autocast_on_the_cpu_rounds_nothing(path: str) -> None:
         ),
         ({"target": torch.ones(2, 4)}, ValueError, "target has dtype torch.float32: pass int64"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0"),
+        ({"weight": torch.ones(4, requires_grad=True)}, ValueError, "weight requires a gradient"),
         ({"vocab_group": "tp"}, TypeError, "vocab_group='tp' is a str: pass a ProcessGroup"),
     ],
 )

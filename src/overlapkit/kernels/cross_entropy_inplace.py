@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from overlapkit.kernels.arguments import check_no_gradient
 from overlapkit.kernels.cross_entropy import check_logits, check_target, cross_entropy, divisor
 from overlapkit.kernels.cross_entropy_ops import cross_entropy_ as _cross_entropy_
 from overlapkit.kernels.cross_entropy_ops import scale_rows_
@@ -67,6 +68,7 @@ def cross_entropy_(
     group, ranks = group_name(vocab_group)
     check_logits(logits, weight, ranks)
     target = check_target(logits, target)
+    check_no_gradient("weight", weight, "cross_entropy_")
     options = Options(ignore_index, label_smoothing, z_loss, softcap or 0.0, group)
     if not (torch.is_grad_enabled() and logits.requires_grad):
         loss, lse = cross_entropy(
