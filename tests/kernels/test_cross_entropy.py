@@ -340,6 +340,7 @@ def test_module_is_a_drop_in(path: str) -> None:
         ({"logits": torch.ones(2, 4, dtype=torch.int64)}, ValueError, "logits has dtype torch.int64"),
         ({"logits": torch.ones(2, 0)}, ValueError, "at least one class"),
         ({"weight": torch.ones(2)}, ValueError, r"weight has shape \(2,\): logits needs \(4,\)"),
+        ({"weight": torch.ones(4, requires_grad=True)}, ValueError, "weight requires a gradient"),
         ({"reduction": "avg"}, ValueError, "reduction='avg': allowed are 'mean', 'sum' and 'none'"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing=1.5: allowed is 0 to 1"),
         ({"label_smoothing": "a"}, TypeError, "label_smoothing='a' is a str: pass a float"),

@@ -191,12 +191,26 @@ def test_recomputed_activations(path: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+def test_autocast_on_the_cpu_rounds_nothing(path: str) -> None:
+    """The logits' dot with the weights, which smoothing needs, is a product that autocast would round."""
+    (x, target), weight = make(5, 37), torch.rand(37)
+    right = truth(x.double(), target, weight.double(), label_smoothing=0.9)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = kernels.cross_entropy_(x * 1.0, target, weight, label_smoothing=0.9)
+    torch.testing.assert_close(loss.double(), right, rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"logits": torch.ones(2, 4, requires_grad=True)}, ValueError, "logits is a leaf that requires grad"),
         (
-            {"logits": torch.ones(1, 4, requires_grad=True).expand(2, 4)},
+            {"logits": torch.ones(1, 2, 4, requires_grad=True).view(-1, 4)},
+            ValueError,
+            "logits is a view of a leaf that requires grad",
+        ),
+        (
+            {"logits": (torch.ones(1, 4, requires_grad=True) * 1).expand(2, 4)},
             ValueError,
             r"logits has strides \(0, 1\)",
         ),
@@ -207,6 +221,7 @@ def test_recomputed_activations(path: str) -> None:
         ),
         ({"target": torch.ones(2, 4)}, ValueError, "target has dtype torch.float32: pass int64"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0"),
+        ({"weight": torch.ones(4, requires_grad=True)}, ValueError, "weight requires a gradient"),
         ({"vocab_group": "tp"}, TypeError, "vocab_group='tp' is a str: pass a ProcessGroup"),
     ],
 )

@@ -406,6 +406,7 @@ def test_a_sharded_weight_is_an_error_in_words() -> None:
         ),
         ({"linear_bias": torch.ones(4)}, ValueError, r"linear_bias has shape \(4,\)"),
         ({"weight": torch.ones(4)}, ValueError, r"weight has shape \(4,\): linear_weight needs \(5,\)"),
+        ({"weight": torch.ones(5, requires_grad=True)}, ValueError, "weight requires a gradient"),
         ({"target": torch.ones(2, 5)}, ValueError, "target holds class probabilities"),
         ({"target": torch.zeros(3).long()}, ValueError, r"target has shape \(3,\): input of shape \(2, 3\)"),
         ({"chunk_bytes": 0}, ValueError, "chunk_bytes=0: pass a positive number"),

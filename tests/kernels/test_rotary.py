@@ -45,6 +45,16 @@ def test_converting_the_model_leaves_the_tables_as_they_are(cast: str) -> None:
     assert torch.equal(module.sin, before[1])
 
 
+@pytest.mark.parametrize("moved", ["to", "forward"])
+def test_tables_made_in_inference_mode_can_be_trained_with(moved: str) -> None:
+    module = kernels.RotaryEmbedding(8, 4, device="meta" if moved == "forward" else "cpu")
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    with torch.inference_mode():  # an evaluation before training
+        module.to(torch.float32) if moved == "to" else module(q, q)
+    module(q, q)[0].sum().backward()
+    assert q.grad is not None
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_made_where_bfloat16_is_the_default(device: str) -> None:
     expected = kernels.RotaryEmbedding(8, 2048)

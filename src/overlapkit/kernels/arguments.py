@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from overlapkit.launch import transformed
@@ -29,6 +30,12 @@ def check_like(name: str, tensor: Tensor, shape: tuple[int, ...], of: str, x: Te
         raise ValueError(
             f"{name} is on {tensor.device}, but {of} is on {x.device}: move one of them with .to(...)"
         )
+
+
+def check_no_gradient(name: str, tensor: Tensor | None, op: str) -> None:
+    """Refuse a tensor that asks for a gradient and would get none."""
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient, and {op} gives it none: pass {name}.detach()")
 
 
 def check_number(name: str, value: float) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlapkit.kernels.arguments import check_floating, check_like, check_not_transformed
+from overlapkit.kernels.arguments import check_floating, check_like, check_no_gradient, check_not_transformed
 from overlapkit.kernels.cross_entropy_ops import cross_entropy as _cross_entropy
 from overlapkit.kernels.cross_entropy_options import as_indices, check_options, group_name
 from overlapkit.kernels.cross_entropy_plain import wide
@@ -56,7 +56,8 @@ def cross_entropy(
     Args:
         logits: (V,), (N, V) or (N, V, ...), floating point, any strides. V last is read without a copy.
         target: (), (N,) or (N, ...), int64 or uint8, any strides.
-        weight: (V,), the weight of each class, or None for 1. Not differentiable.
+        weight: (V,), the weight of each class, or None for 1. Not differentiable beside class indices, where
+            one that requires a gradient is an error, as in torch.
         ignore_index: A target that counts for nothing.
         reduction: "mean" (over the weights of the targets that are not ignored), "sum" or "none".
         label_smoothing: 0 to 1, the share of the loss that goes to all classes alike.
@@ -91,6 +92,7 @@ def cross_entropy(
         loss, lse = _of_probabilities(logits, target, weight, reduction, label_smoothing, z_loss, softcap)
         return (loss, lse) if return_lse else loss
     target = check_target(logits, target)
+    check_no_gradient("weight", weight, "cross_entropy")
     in_operator = through_triton(logits) or bool(group)
     if not (in_operator or z_loss or softcap is not None or return_lse):
         return _torch_alone(logits, target, weight, ignore_index, reduction, label_smoothing)

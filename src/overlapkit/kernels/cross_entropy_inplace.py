@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from overlapkit.kernels.arguments import check_no_gradient
 from overlapkit.kernels.cross_entropy import check_logits, check_target, cross_entropy, divisor
 from overlapkit.kernels.cross_entropy_ops import cross_entropy_ as _cross_entropy_
 from overlapkit.kernels.cross_entropy_ops import scale_rows_
@@ -42,8 +43,9 @@ def cross_entropy_(
     factor reaches it; `cross_entropy` multiplies first.
 
     Args:
-        logits: As in `cross_entropy`, but no leaf that requires grad, and no element twice (expand, unfold).
-            The memory is saved for (N, V) with dense rows; others are copied there and back.
+        logits: As in `cross_entropy`, but no leaf that requires grad, no view of one, and no element twice
+            (expand, unfold). The memory is saved for (N, V) with dense rows; others are copied there and
+            back.
         target: As in `cross_entropy`; int64 or uint8, no class probabilities.
         weight: As in `cross_entropy`, like all that follow.
         ignore_index: A target that counts for nothing.
@@ -66,6 +68,7 @@ def cross_entropy_(
     group, ranks = group_name(vocab_group)
     check_logits(logits, weight, ranks)
     target = check_target(logits, target)
+    check_no_gradient("weight", weight, "cross_entropy_")
     options = Options(ignore_index, label_smoothing, z_loss, softcap or 0.0, group)
     if not (torch.is_grad_enabled() and logits.requires_grad):
         loss, lse = cross_entropy(
@@ -87,9 +90,11 @@ def cross_entropy_(
 
 
 def _check_writable(logits: Tensor) -> None:
-    if logits.is_leaf:
+    base = logits._base
+    if logits.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+        what = "leaf" if logits.is_leaf else "view of a leaf"
         raise ValueError(
-            "logits is a leaf that requires grad: its values would be lost; use cross_entropy for it"
+            f"logits is a {what} that requires grad: its values would be lost; use cross_entropy for it"
         )
     if _shares_memory(logits):
         raise ValueError(

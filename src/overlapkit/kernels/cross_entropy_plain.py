@@ -48,7 +48,8 @@ def statistics(
     if not smoothing:
         dot = torch.zeros_like(lse)
     else:
-        dot = x.sum(-1) if weight is None else x @ weight[first : first + n].to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):  # which would round a product
+            dot = x.sum(-1) if weight is None else x @ weight[first : first + n].to(x.dtype)
     return torch.stack((lse, low, hit, dot))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from overlapkit.kernels.arguments import check_floating, check_like, check_not_transformed
+from overlapkit.kernels.arguments import check_floating, check_like, check_no_gradient, check_not_transformed
 from overlapkit.kernels.cross_entropy_options import as_indices, check_options, group_name
 from overlapkit.kernels.cross_entropy_plain import wide
 from overlapkit.kernels.cross_entropy_rows import count, kept
@@ -91,7 +91,7 @@ def linear_cross_entropy(
         linear_weight: (V, D), dtype of input.
         target: (...), int64 or uint8.
         linear_bias: (V,), dtype of input, or None.
-        weight: (V,), the weight of each class, or None for 1. Not differentiable.
+        weight: (V,), the weight of each class, or None for 1. It must not require a gradient.
         reduction: "mean" (over the weights of the targets that are not ignored), "sum" or "none".
         ignore_index: A target that counts for nothing; None is -100, as in torch.
         label_smoothing: 0 to 1, the share of the loss that goes to all classes alike.
@@ -231,6 +231,7 @@ def _check_head(
     if weight is not None:
         of = "linear_weight" if ranks == 1 else f"linear_weight on {ranks} ranks"
         check_like("weight", weight, (v * ranks,), of, input)
+        check_no_gradient("weight", weight, "linear_cross_entropy")
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes={chunk_bytes!r}: pass a positive number of bytes, e.g. 2**28")
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlapkit.kernels.arguments import check_floating, check_like
+from overlapkit.kernels.arguments import check_floating, check_like, check_no_gradient
 from overlapkit.kernels.sharded_tokens import by_tokens
 from overlapkit.launch import through_triton
 
@@ -127,8 +127,7 @@ def _check_angles(
         check_like(name, angles, like.shape, "cos", like)
     if angles.device != q.device:
         raise ValueError(f"{name} is on {angles.device}, q on {q.device}: move {name} there")
-    if angles.requires_grad:
-        raise ValueError(f"{name} requires a gradient, and rope gives it none: pass {name}.detach()")
+    check_no_gradient(name, angles, "rope")
     batch, length = q.shape[:-2] if q.dim() == 4 else (1, q.shape[0])
     table = angles.dim() == 2 and (positions is not None or angles.shape[0] >= length)
     of_tokens = angles.dim() == 3 and any(angles.shape[:2] == (n, length) for n in (batch, 1))

@@ -85,6 +85,7 @@ class RotaryEmbedding(nn.Module):
         self._fill(self.cos.device)
         return self
 
+    @torch.inference_mode(False)  # backward could not save tables that were made in inference mode
     def _fill(self, device: torch.device) -> None:
         """Compute both tables."""
         if device.type == "meta":
