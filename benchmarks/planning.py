@@ -109,7 +109,7 @@ def _collect(folder: Path, state: dict[str, Any], planner: Planner, ranks: int) 
 
     def find() -> None:
         catalog = Catalog(read_manifest(folder / "step-1"), RANK, ranks, {RANK})
-        plan = make_plan(state, catalog, None)
+        plan = make_plan(state, catalog, None, Lane("place", kind="inline"))
         assert catalog.covers(plan.wanted)
         assert writers_of(state) == {0, RANK}
 

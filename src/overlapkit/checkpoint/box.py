@@ -34,11 +34,14 @@ class Box(NamedTuple):
 
     def meet(self, other: "Box") -> "Box | None":
         """What both boxes cover, or None where that is nothing."""
-        start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        mine = (a + n for a, n in zip(self.offset, self.shape, strict=True))
-        theirs = (b + n for b, n in zip(other.offset, other.shape, strict=True))
-        shape = tuple(min(a, b) - s for a, b, s in zip(mine, theirs, start, strict=True))
-        return Box(start, shape) if all(n > 0 for n in shape) else None
+        start, shape = [], []
+        for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            first = max(a, b)
+            start.append(first)
+            shape.append(min(a + n, b + m) - first)
+            if shape[-1] <= 0:
+                return None
+        return Box(tuple(start), tuple(shape))
 
     def inside(self, outer: "Box") -> tuple[slice, ...]:
         """The slices that cut this box out of a tensor that holds `outer`."""
@@ -84,45 +87,52 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
     return module is not None and isinstance(value, module.DTensor)
 
 
+def local_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank holds of a tensor."""
+    return (tensor._local_tensor if is_dtensor(tensor) else tensor).detach()
+
+
 def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Box]:
     """The memory that this rank holds of a tensor, and its box in the global tensor.
 
     Raises:
         TypeError: Its placements do not say which part this rank holds (a pending reduction).
     """
+    local = local_memory(tensor)
     if not is_dtensor(tensor):
-        return tensor.detach(), Box.whole(tuple(tensor.shape))
-    with torch.no_grad():
-        local = tensor.to_local().detach()
-    if any(placement.is_partial() for placement in tensor.placements):
+        return local, Box.whole(tuple(tensor.shape))
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    box = _box(tensor.shape, mesh, placements, None if coordinate is None else tuple(coordinate))
+    if box is None:
         raise TypeError(
-            f"state {name!r} has placements {tensor.placements}: a sum that is still pending cannot be kept; "
+            f"state {name!r} has placements {placements}: a sum that is still pending cannot be kept; "
             "redistribute() it first"
-        )
-    coordinate = tensor.device_mesh.get_coordinate()
-    here = None if coordinate is None else tuple(coordinate)
-    shape, offset = _shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements, here)
-    if shape != tuple(local.shape) and local.numel():
-        raise TypeError(
-            f"state {name!r} has placements {tensor.placements} and a local shape {tuple(local.shape)}, "
-            f"where {shape} was expected: this sharding cannot be kept"
         )
     if not local.numel():  # an uneven shard's empty rest, or a rank outside of the mesh
         return local, Box(
             (0,) * tensor.ndim, tuple(local.shape) if local.ndim == tensor.ndim else (0,) * tensor.ndim
         )
-    return local, Box(offset, shape)
+    if box.shape != local.shape:
+        raise TypeError(
+            f"state {name!r} has placements {placements} and a local shape {tuple(local.shape)}, "
+            f"where {box.shape} was expected: this sharding cannot be kept"
+        )
+    return local, box
 
 
 @functools.lru_cache(4096)  # thousands of tensors have few shapes
-def _shape_and_offset(
-    shape: torch.Size, mesh: Any, placements: Any, coordinate: tuple[int, ...] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A local part's; the coordinate is the mesh's own, and is what tells two ranks' meshes apart."""
+def _box(shape: torch.Size, mesh: Any, placements: Any, coordinate: tuple[int, ...] | None) -> Box | None:
+    """A local part's, or None where it is no part but a summand.
+
+    The coordinate is the mesh's own, and is what tells two ranks' meshes apart.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    if any(placement.is_partial() for placement in placements):
+        return None
     local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return tuple(local), tuple(offset)
+    return Box(tuple(offset), tuple(local))
 
 
 def is_first_replica(tensor: torch.Tensor, rank: int) -> bool:
@@ -133,15 +143,18 @@ def is_first_replica(tensor: torch.Tensor, rank: int) -> bool:
     if not is_dtensor(tensor):
         return rank == 0
     coordinate = tensor.device_mesh.get_coordinate()
-    return coordinate is not None and _first(tensor, coordinate) == tuple(coordinate)
+    return coordinate is not None and _first(tensor.placements, tuple(coordinate)) == tuple(coordinate)
 
 
 def first_replica(tensor: "DTensor") -> int | None:
     """The rank that writes what this one holds of a tensor; None on a rank outside of its mesh."""
     coordinate = tensor.device_mesh.get_coordinate()
-    return None if coordinate is None else int(tensor.device_mesh.mesh[_first(tensor, coordinate)])
+    if coordinate is None:
+        return None
+    return int(tensor.device_mesh.mesh[_first(tensor.placements, tuple(coordinate))])
 
 
-def _first(tensor: "DTensor", coordinate: Sequence[int]) -> tuple[int, ...]:
-    pairs = zip(coordinate, tensor.placements, strict=True)
+@functools.lru_cache
+def _first(placements: Any, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+    pairs = zip(coordinate, placements, strict=True)
     return tuple(0 if placement.is_replicate() else at for at, placement in pairs)

@@ -1,5 +1,6 @@
 """Catalog: what a checkpoint holds for one rank, and where, as its parts say; all of that is checked."""
 
+import functools
 import itertools
 import math
 import operator
@@ -102,10 +103,14 @@ class Catalog:
                 if number == rank and part["rng"] is not None:
                     self.rng = dict(part["rng"])
                     decode(self.rng, _checked_name)
+        tiled: set[tuple[Any, ...]] = set()  # thousands of tensors are cut in few ways
         for saved in self.tensors.values():
             boxes = [chunk.box for chunk in saved.chunks]
             alone = len(boxes) == 1 and boxes[0].shape == saved.shape  # mostly: nothing need be put together
-            if alone or (self.whole and tiles(boxes, Box.whole(saved.shape))):
+            if alone or (cut := (saved.shape, *boxes)) in tiled:
+                continue
+            if self.whole and tiles(boxes, Box.whole(saved.shape)):
+                tiled.add(cut)
                 continue
             saved.chunks = _once(saved.chunks)
             boxes = [chunk.box for chunk in saved.chunks]
@@ -127,7 +132,8 @@ class Catalog:
         """Whether all that is wanted is in the parts that were read."""
         for saved, box in wanted.values():
             boxes = (chunk.box if chunk.box == box else box.meet(chunk.box) for chunk in saved.chunks)
-            if not tiles([both for both in boxes if both is not None], box):
+            found = [both for both in boxes if both is not None]
+            if found != [box] and not tiles(found, box):
                 return False
         return True
 
@@ -225,10 +231,7 @@ def _chunk(entry: dict[str, Any], saved: Saved, file: DataFile) -> Chunk | None:
     """Where a tensor's data is; None where that makes no sense."""
     box, at, shape = Box(tuple(entry["offset"]), tuple(entry["local"])), entry["at"], saved.shape
     if set(map(type, (at, *shape, *box.offset, *box.shape))) != {int} or not (
-        len(box.offset) == len(box.shape) == len(shape)
-        and min((*box.offset, *box.shape), default=0) >= 0
-        and all(map(operator.le, map(operator.add, box.offset, box.shape), shape))
-        and math.prod(filter(None, shape)) < _ADDRESSABLE  # of an empty tensor, too
+        _lies_in(box, shape)
         and type(entry["own"]) is type(saved.sharded) is bool
         and type(saved.device) is str
     ):
@@ -241,6 +244,17 @@ def _chunk(entry: dict[str, Any], saved: Saved, file: DataFile) -> Chunk | None:
     if len(sums) != blocks:
         return None
     return Chunk(file.path, box, start, nbytes, file.block, file.hash, sums)
+
+
+@functools.lru_cache(4096)  # thousands of tensors have few shapes
+def _lies_in(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box, and the tensor of this shape that it is said to be a part of, make sense."""
+    return (
+        len(box.offset) == len(box.shape) == len(shape)
+        and min((*box.offset, *box.shape), default=0) >= 0
+        and all(map(operator.le, map(operator.add, box.offset, box.shape), shape))
+        and math.prod(filter(None, shape)) < _ADDRESSABLE  # of an empty tensor, too
+    )
 
 
 def _sums(entry: dict[str, Any], file: DataFile, blocks: int) -> list[Any]:

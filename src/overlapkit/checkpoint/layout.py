@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from overlapkit.checkpoint.box import is_dtensor, is_first_replica, local_part
+from overlapkit.checkpoint.box import is_dtensor, is_first_replica, local_memory, local_part
 from overlapkit.checkpoint.codec import Constant, encode, join, root
 from overlapkit.checkpoint.pieces import DTYPES, Inventory, Piece, Slot
 from overlapkit.optimizer_step import with_hooks
@@ -248,10 +248,7 @@ def _parameters(optimizers: list[Optimizer]) -> Iterator[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    if is_dtensor(tensor):
-        with torch.no_grad():
-            tensor = tensor.to_local()
-    return tensor.untyped_storage().data_ptr()
+    return local_memory(tensor).untyped_storage().data_ptr()
 
 
 def check_tensor(path: str, tensor: torch.Tensor) -> None:
@@ -267,7 +264,7 @@ def check_tensor(path: str, tensor: torch.Tensor) -> None:
             f"state {path!r} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}: kept are "
             f"strided ones of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
         )
-    plain = type(tensor) is torch.Tensor or isinstance(tensor, nn.Parameter | nn.Buffer) or is_dtensor(tensor)
+    plain = type(tensor) is torch.Tensor or is_dtensor(tensor) or isinstance(tensor, nn.Parameter | nn.Buffer)
     if not plain:
         raise TypeError(
             f"state {path!r} is a {type(tensor).__qualname__}, a tensor subclass: what can be kept is "

@@ -34,6 +34,7 @@ from overlapkit.checkpoint.placing import (
     takes_as_it_is,
 )
 from overlapkit.checkpoint.tree import TREE, adopt
+from overlapkit.lane import Lane
 
 Apply = Callable[[Values], None]
 Walk = Callable[[str, Any, Any], Apply]
@@ -55,14 +56,14 @@ class Plan:
     apply: list[Apply] = field(default_factory=list)
 
 
-def make_plan(state: dict[str, Any], catalog: Catalog, only: tuple[str, ...] | None) -> Plan:
-    """Match a state, or those keys of it that are in `only`, with a checkpoint."""
+def make_plan(state: dict[str, Any], catalog: Catalog, only: tuple[str, ...] | None, helper: Lane) -> Plan:
+    """Match a state, or those keys of it that are in `only`, with a checkpoint; `helper` is a thread."""
     plan = Plan()
     keys = [key for key in state if only is None or key in only]
     plan.problems += [f"missing: {key!r}" for key in keys if key not in catalog.entries]
     if only is None:
         plan.problems += [f"unexpected: {key!r}" for key in catalog.entries if key not in state]
-    matcher = _Matcher(state, catalog, plan)
+    matcher = _Matcher(state, catalog, plan, helper)
     order = ("module", "optimizer", "object", "tensor", "value")  # optimizers look at their parameters
     for key in sorted(
         (key for key in keys if key in catalog.entries), key=lambda k: order.index(kind_of(state[k]))
@@ -87,10 +88,11 @@ def writers_of(state: dict[str, Any]) -> set[int]:
 class _Matcher:
     """One walk over a state and a checkpoint."""
 
-    def __init__(self, state: dict[str, Any], catalog: Catalog, plan: Plan) -> None:
+    def __init__(self, state: dict[str, Any], catalog: Catalog, plan: Plan, helper: Lane) -> None:
         self.state = state
         self.catalog = catalog
         self.plan = plan
+        self.helper = helper
         self.modules = {
             key: unwrap(item).state_dict(keep_vars=True)
             for key, item in state.items()
@@ -160,7 +162,7 @@ class _Matcher:
         made_up = [name for name, item in actual.items() if id(item) not in own]  # by a hook, or a method
 
         def apply(values: Values) -> None:
-            copy_in_place(targets, values)
+            copy_in_place(targets, values, self.helper)
             plainly = all(map(loads_plainly, inner_module.modules()))
             if plainly and not made_up:
                 return  # everything is there
@@ -197,7 +199,7 @@ class _Matcher:
             return held[name] if name in held else laid_out_as(value, likes[name], layouts.get(name))
 
         def apply(values: Values) -> None:
-            copy_in_place(held, values)
+            copy_in_place(held, values, self.helper)
             given = decode(entry["rest"], lambda name: values[name].clone())
             moments = decode(entry["state"], lambda name: moment(name, values[name]))
             given["state"] = {index.get(name, name): item for name, item in moments.items()}
@@ -262,7 +264,7 @@ class _Matcher:
             self.want(name, live.get(name), in_place=True)
 
         def apply(values: Values) -> None:
-            copy_in_place({name: live[name] for name in found if name in live}, values)
+            copy_in_place({name: live[name] for name in found if name in live}, values, self.helper)
 
             def placed(name: str) -> torch.Tensor:
                 return live[name] if name in live else self._new(name, values[name], None)

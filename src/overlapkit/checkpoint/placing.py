@@ -1,21 +1,25 @@
 """Putting restored values in place: into tensors that are there, or into new ones that are laid out alike."""
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from overlapkit.checkpoint.box import is_dtensor, local_part
+from overlapkit.checkpoint.box import is_dtensor, local_memory
 from overlapkit.checkpoint.catalog import Saved
 from overlapkit.checkpoint.copying import flat_bytes
 from overlapkit.checkpoint.outline import reshards
+from overlapkit.checkpoint.turns import take_turns
+from overlapkit.lane import Lane
 
 Values = dict[str, torch.Tensor]
 """Host memory that holds the tensors' values, this rank's part of each; valid during a restore only."""
 
 _LONG = 16 << 20  # bytes from which on a copy is made as memcpy does
+_TOGETHER = 64  # shorter tensors that are copied by one call
 
 
 def loads_plainly(module: nn.Module) -> bool:
@@ -92,21 +96,34 @@ def takes_as_it_is(now: Any, saved: Saved, like: torch.Tensor | None) -> bool:
     return (now.device_mesh, now.placements) == (like.device_mesh, like.placements)
 
 
-def copy_in_place(targets: dict[str, torch.Tensor], values: Values) -> None:
-    """Copy values into tensors that are there, of the same names, shapes and dtypes."""
-    if targets:
-        short: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        with torch.no_grad():
-            for name, target in targets.items():
-                local, value = local_part(target, name)[0], values[name]
-                flat = flat_bytes(local) if _is_long(local, value) else None
-                if flat is not None:  # by memcpy, past the caches: see `checkpoint.copying`
-                    torch.cat([value.view(-1).view(torch.uint8)], out=flat)
-                else:
-                    short[0].append(local)
-                    short[1].append(value)
-            if short[0]:  # one call, without the interpreter
-                torch._foreach_copy_(*short)
+def copy_in_place(targets: dict[str, torch.Tensor], values: Values, helper: Lane) -> None:
+    """Copy values into tensors that are there, of the same names, shapes and dtypes.
+
+    Args:
+        targets: Where to.
+        values: What.
+        helper: A thread that copies half of what is short, where no order matters.
+    """
+    short: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad():
+        for name, target in targets.items():
+            local, value = local_memory(target), values[name]
+            flat = flat_bytes(local) if _is_long(local, value) else None
+            if flat is not None:  # by memcpy, past the caches: see `checkpoint.copying`
+                torch.cat([value.view(-1).view(torch.uint8)], out=flat)
+            else:
+                short.append((local, value))
+    places = {local.untyped_storage().data_ptr() for local, _ in short if local.device.type == "cpu"}
+    apart = len(places) == len(short)  # else the last of those that share memory is to win
+    each = _TOGETHER if apart else max(1, len(short))
+    jobs = [short[at : at + each] for at in range(0, len(short), each)]
+    take_turns([partial(_copy, job, torch.is_inference_mode_enabled()) for job in jobs], helper)
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], inference: bool) -> None:
+    """Copy short tensors in one call, without the interpreter. A thread has modes of its own."""
+    with torch.inference_mode(inference), torch.no_grad():
+        torch._foreach_copy_([local for local, _ in pairs], [value for _, value in pairs])
 
 
 def _is_long(target: torch.Tensor, value: torch.Tensor) -> bool:

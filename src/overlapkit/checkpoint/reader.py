@@ -81,7 +81,7 @@ class Reader:
                     for slab in slabs(chunk, both):
                         cut = partial(self._cut, chunk, target, box, slab, saved)
                         cuts.append((str(chunk.path), chunk.start, cut))
-            if not tiles(found, box):
+            if found != [box] and not tiles(found, box):
                 parts = (
                     f"{sum(both.numel for both in found)} of {target.numel()} elements of this rank's part"
                 )

@@ -157,10 +157,10 @@ class Restorer:
         if only is None and mine in manifest.files and not isinstance(folder, StorePath):
             self._helper.submit(partial(read_ahead, manifest.inside / mine))
         catalog = Catalog(manifest, rank, world, writers_of(state) if world > 1 else None)
-        plan = make_plan(state, catalog, only)
+        plan = make_plan(state, catalog, only, self._helper)
         if not catalog.whole and (plan.problems or not catalog.covers(plan.wanted)):
             catalog = Catalog(manifest, rank, world)  # the state is laid out in another way than it was
-            plan = make_plan(state, catalog, only)
+            plan = make_plan(state, catalog, only, self._helper)
         if plan.problems and strict:
             problems = "".join(f"\n    {problem}" for problem in plan.problems)
             raise MismatchError(
