@@ -34,8 +34,10 @@ def held(state: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def released(values: dict[str, Any]) -> dict[str, Any]:
-    """One parameter's state without the holders."""
+def released(values: Any) -> Any:
+    """One parameter's state without the holders; what is no parameter's state as it is."""
+    if not isinstance(values, dict):
+        return values
     return {name: x.tensor if isinstance(x, Held) else x for name, x in values.items()}
 
 
@@ -75,8 +77,8 @@ def load(param: Tensor, form: Form, state: dict[str, Any], saved: dict[str, Any]
     state["step"].copy_(step.reshape(()) if isinstance(step, Tensor) else torch.tensor(float(step)))
     if form.moments == INT8:
         m, v = (_moment(param, saved, name) for name in ("exp_avg", "exp_avg_sq"))
-        part = {name: local(x) for name, x in state.items() if name != "step"}
-        flat = {name: x if name.endswith("scale") else x.view(-1) for name, x in part.items()}
+        kept = {part.name: local(state[part.name]) for part in parts(param, form)}
+        flat = {name: x if name.endswith("scale") else x.view(-1) for name, x in kept.items()}
         plain.encode(flat, m.reshape(-1), v.reshape(-1), row_of(param), None)
     else:
         for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if form.amsgrad else [])):

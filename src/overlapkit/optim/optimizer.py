@@ -288,20 +288,17 @@ class AdamW(Optimizer):
     def _seen(self, with_grad: list[Tensor]) -> tuple[Any, ...]:
         """What the plan of a step was made for. Groups may be edited, models moved, states replaced.
 
-        Runs in every step: for plain tensors a fifth of a microsecond each.
+        Runs in every step: for plain tensors about half a microsecond each. What was planned for is alive as
+        long as the plan is, so that nothing else gets one of its addresses.
         """
         ids = list(map(id, with_grad))
         if ids != self._ids:
             self._ids, self._sharded = ids, any(local(param) is not param for param in with_grad)
-        here = [local(param) for param in with_grad] if self._sharded else with_grad
-        states = list(self.state.values())
-        moments = [state.get("exp_avg") for state in states]
-        self._alive = (states, moments)  # so that no other object gets one of their ids
+        states = (state for state in self.state.values() if isinstance(state, dict))
+        tensors = with_grad + [x for state in states for x in state.values() if isinstance(x, Tensor)]
         return (
             ids,
-            [param.data_ptr() for param in here],
-            list(map(id, states)),
-            list(map(id, moments)),
+            [x.data_ptr() for x in (map(local, tensors) if self._sharded else tensors)],
             [(group["amsgrad"], len(group["params"])) for group in self.param_groups],
         )
 
