@@ -74,7 +74,9 @@ def load(param: Tensor, form: Form, state: dict[str, Any], saved: dict[str, Any]
             f"state_dict has no 'step' for a parameter of shape {tuple(param.shape)}, nor has its group: it "
             "is not that of an AdamW"
         )
-    state["step"].copy_(step.reshape(()) if isinstance(step, Tensor) else torch.tensor(float(step)))
+    state["step"].copy_(
+        step.reshape(()) if isinstance(step, Tensor) else torch.tensor(float(step), device="cpu")
+    )
     if form.moments == INT8:
         m, v = (_moment(param, saved, name) for name in ("exp_avg", "exp_avg_sq"))
         kept = {part.name: local(state[part.name]) for part in parts(param, form)}

@@ -156,7 +156,7 @@ def _bits(key: int, place: Place, at: int, size: int) -> Tensor:
     start = place.base + at
     if place.inner == place.outer and start >> 32 == start + size - 1 >> 32:
         return rounding.random_bits_from(key, start, size)
-    index = torch.arange(at, at + size)
+    index = torch.arange(at, at + size, device="cpu")
     if place.inner != place.outer:
         index = index // place.inner * place.outer + index % place.inner
     return rounding.random_bits(key, index.add_(place.base))

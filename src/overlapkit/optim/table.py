@@ -134,9 +134,7 @@ class Table:
             return
         self._pointers, self._numbers = pointers, (head, numbers)
         if self._spare is None and self.device.type == "cuda":
-            self._spare = torch.empty(
-                len(words), dtype=torch.int64, pin_memory=True
-            )  # none can be made while capturing
+            self._spare = _pinned(len(words))  # none can be made while capturing
 
     def _also_used_here(self) -> None:
         """The loop steps on another stream than before: not only that it was allocated for uses it."""
@@ -235,8 +233,12 @@ def _sent(words: Any, device: torch.device, host: Tensor | None = None) -> tuple
         there = torch.from_numpy(words)
         return there, there
     if host is None:
-        host = torch.empty(len(words), dtype=torch.int64, pin_memory=True)
+        host = _pinned(len(words))
     host.numpy()[:] = words
     there = torch.empty(len(words), dtype=torch.int64, device=device)
     there.copy_(host, non_blocking=True)
     return there, host
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
