@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch._dynamo
+from torch import Tensor, nn
 
 import overlapkit as ok
 from overlapkit.optim import clip_by_global_norm_, global_norm, table
@@ -244,6 +245,35 @@ def test_closure_named_parameters_and_later_groups() -> None:
     assert not torch.equal(before, net[0].weight)
     optimizer.add_param_group({"params": list(net[2].named_parameters()), "lr": 0.5})
     assert set(optimizer.state[net[2].weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_step_in_a_compiled_function(closure: bool) -> None:
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2)
+        optimizer = ok.AdamW(net.parameters(), lr=0.1, max_norm=0.5)
+
+        def backward(net: nn.Module = net) -> Tensor:
+            net.zero_grad()
+            loss = net(torch.ones(1, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        def train(optimizer: ok.AdamW = optimizer, backward: Callable[[], Tensor] = backward) -> None:
+            if closure:
+                optimizer.step(backward)
+            else:
+                backward()
+                optimizer.step()
+
+        step = torch.compile(train, backend="eager") if compiled else train
+        for _ in range(3):
+            step()
+        found.append(net.weight)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(

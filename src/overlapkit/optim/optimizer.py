@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from overlapkit.device import rank_and_world
@@ -251,6 +252,7 @@ class AdamW(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo  # no graph can hold it; torch's own optimizers do so, without importing the compiler
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters that have a gradient.
