@@ -173,6 +173,26 @@ def test_old_and_foreign_forms_of_states_are_taken_and_wrong_ones_refused() -> N
             ok.AdamW(net.parameters()).load_state_dict(wrong)
 
 
+def test_a_refused_state_changes_nothing() -> None:
+    net = model()
+    optimizer = ok.AdamW(net.parameters(), lr=1e-2)
+    train(net, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0]["lr"] = 0.5
+    for state in saved["state"].values():
+        state["step"] += 7
+    saved["state"][4]["exp_avg_sq"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="'exp_avg_sq' of shape"):
+        optimizer.load_state_dict(saved)
+    now = optimizer.state_dict()
+    assert now["param_groups"] == before["param_groups"]
+    for place, state in before["state"].items():
+        assert all(equal(value, now["state"][place][name]) for name, value in state.items())
+    train(net, optimizer, range(2, 3))
+    assert all(state["step"] == 3 for state in optimizer.state.values())
+
+
 def test_parameters_without_saved_state_start_from_zero_where_they_were() -> None:
     net = model()
     net[2].weight.requires_grad_(False)
