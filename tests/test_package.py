@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -85,9 +86,17 @@ def test_names_are_sorted_and_listed():
 def test_each_name_resolves_to_the_object_in_its_part(name):
     value = getattr(overlapkit, name)
     assert getattr(overlapkit, name) is value
-    home = value.__name__ if name in ("kernels", "plan") else value.__module__
+    home = value.__name__ if isinstance(value, ModuleType) else value.__module__
     assert home.startswith("overlapkit.")
     assert value.__doc__
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
+)
+def test_what_a_page_writes_behind_the_packages_name_is_there_from_the_beginning(page):
+    """And not only once something else has imported that part."""
+    assert set(re.findall(r"\bok\.(\w+)", page.read_text())) <= set(overlapkit.__all__)
 
 
 def test_star_import_gives_the_public_names():

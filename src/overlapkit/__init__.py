@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overlapkit import kernels, plan
+    from overlapkit import kernels, optim, parallel, plan
     from overlapkit.checkpoint import Checkpointer
     from overlapkit.input import DeviceLoader, ElasticSampler, Mixture, TokenShards, write_token_shards
     from overlapkit.measure import StepMeter, StepReport, collect_garbage
@@ -48,6 +48,8 @@ __all__ = [
     "accumulate",
     "collect_garbage",
     "kernels",
+    "optim",
+    "parallel",
     "plan",
     "replicate",
     "shard",
@@ -88,6 +90,8 @@ __getattr__ = _lazily(
         "accumulate": "parallel",
         "collect_garbage": "measure",
         "kernels": "kernels",
+        "optim": "optim",
+        "parallel": "parallel",
         "plan": "plan",
         "replicate": "parallel",
         "shard": "parallel",

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch._dynamo
+from torch import Tensor, nn
 
 import overlapkit as ok
-from overlapkit.optim import clip_by_global_norm_, global_norm
+from overlapkit.optim import clip_by_global_norm_, global_norm, table
 from tests.cuda_fake import fake_cuda, module_on_device, on_device
 from tests.optim.on_fake import kernels_on
 from tests.ranks import one_rank_group
@@ -246,6 +247,35 @@ def test_closure_named_parameters_and_later_groups() -> None:
     assert set(optimizer.state[net[2].weight]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_step_in_a_compiled_function(closure: bool) -> None:
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2)
+        optimizer = ok.AdamW(net.parameters(), lr=0.1, max_norm=0.5)
+
+        def backward(net: nn.Module = net) -> Tensor:
+            net.zero_grad()
+            loss = net(torch.ones(1, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        def train(optimizer: ok.AdamW = optimizer, backward: Callable[[], Tensor] = backward) -> None:
+            if closure:
+                optimizer.step(backward)
+            else:
+                backward()
+                optimizer.step()
+
+        step = torch.compile(train, backend="eager") if compiled else train
+        for _ in range(3):
+            step()
+        found.append(net.weight)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     "clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
 )
@@ -329,6 +359,40 @@ def test_global_norm_of_nothing_and_of_odd_shapes() -> None:
     assert global_norm(grads).item() == 5
     clip_by_global_norm_(grads, 2.5, global_norm(grads))
     assert global_norm(grads).item() == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"max_norm": 0.5}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"precision": "bf16_sr", "moments": "int8"}),
+    ],
+    ids=str,
+)
+def test_the_default_device_is_for_others(dtype: torch.dtype, options: dict[str, Any], path: str) -> None:
+    """As torch.set_default_device("cuda"), which must not move what belongs to parameters on the host."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        net = nn.Linear(130, 6).to(dtype)
+        for step in range(3):
+            gradients(net, step)
+            with torch.device(device):
+                if step == 0:
+                    optimizer = ok.AdamW(net.parameters(), **options)
+                optimizer.step()
+                saved = copy.deepcopy(optimizer.state_dict())
+                for state in saved["state"].values():
+                    state["step"] = step + 1  # as old torch counted
+                optimizer.load_state_dict(saved)
+        found.append(list(net.parameters()))
+    assert all(map(torch.equal, *found))
+
+
+def test_what_is_page_locked_is_on_the_host_whatever_the_default_device_is() -> None:
+    with fake_cuda(), torch.device("meta"):
+        assert table._pinned(3).device.type == "cpu"
 
 
 def test_a_table_is_not_used_again_while_another_stream_reads_it() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,26 @@ def test_old_and_foreign_forms_of_states_are_taken_and_wrong_ones_refused() -> N
             ok.AdamW(net.parameters()).load_state_dict(wrong)
 
 
+def test_a_refused_state_changes_nothing() -> None:
+    net = model()
+    optimizer = ok.AdamW(net.parameters(), lr=1e-2)
+    train(net, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][0]["lr"] = 0.5
+    for state in saved["state"].values():
+        state["step"] += 7
+    saved["state"][4]["exp_avg_sq"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="'exp_avg_sq' of shape"):
+        optimizer.load_state_dict(saved)
+    now = optimizer.state_dict()
+    assert now["param_groups"] == before["param_groups"]
+    for place, state in before["state"].items():
+        assert all(equal(value, now["state"][place][name]) for name, value in state.items())
+    train(net, optimizer, range(2, 3))
+    assert all(state["step"] == 3 for state in optimizer.state.values())
+
+
 def test_parameters_without_saved_state_start_from_zero_where_they_were() -> None:
     net = model()
     net[2].weight.requires_grad_(False)
@@ -182,6 +203,56 @@ def test_parameters_without_saved_state_start_from_zero_where_they_were() -> Non
     assert [s["exp_avg"].data_ptr() for s in optimizer.state.values()] == addresses
     assert not any(x.any() for s in optimizer.state.values() for x in s.values())
     assert len([s for s in optimizer.state.values() if s]) == 4  # none for what is frozen
+
+
+def _another_step(state: dict[str, Any]) -> None:
+    state["step"] = torch.zeros(())
+
+
+def _another_moment(state: dict[str, Any]) -> None:
+    state["exp_avg_sq"] = torch.ones_like(state["exp_avg_sq"])
+
+
+def _other_memory(state: dict[str, Any]) -> None:
+    for value in state.values():
+        value.data = value.data.clone()
+
+
+@pytest.mark.parametrize("edit", [_another_step, _another_moment, _other_memory])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("within", [False, True], ids=["after backward", "in backward"])
+def test_a_state_that_was_edited_is_the_one_that_is_stepped(
+    edit: Callable[[dict[str, Any]], None], dtype: torch.dtype, within: bool, path: str
+) -> None:
+    net = model(dtype)
+    twin = copy.deepcopy(net)
+    a = ok.optim.optimizer_in_backward(net) if within else ok.AdamW(net.parameters())
+    b = torch.optim.AdamW(twin.parameters(), foreach=False)
+    for step in range(5):
+        if step == 3:
+            for state in (*a.state.values(), *b.state.values()):
+                edit(state)
+        for each, optimizer in ((net, a), (twin, b)):
+            optimizer.zero_grad()
+            each(torch.linspace(step, 1, 130, dtype=dtype)).square().sum().backward()
+            optimizer.step()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        assert a.state[p]["step"] == b.state[q]["step"]
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_what_a_program_keeps_beside_it_stays(options: dict[str, Any], path: str) -> None:
+    net = model()
+    optimizer, twin = ok.AdamW(net.parameters(), **options), ok.AdamW(net.parameters(), **options)
+    optimizer.state["of all"] = 5
+    for state in list(optimizer.state.values())[:-1]:
+        state["of one"] = 0.5
+    train(net, optimizer, range(2))
+    twin.load_state_dict(optimizer.state_dict())
+    train(net, twin, range(1))
+    assert twin.state["of all"] == 5
+    assert [twin.state[p]["of one"] for p in net.parameters()] == [0.5] * 5
 
 
 def test_hooks_of_others_see_tensors() -> None:

@@ -574,6 +574,14 @@ def test_a_model_that_nobody_synchronises_accumulates_within_its_process():
     assert all(p.grad is None for p in model.parameters()), "as with several ranks"
 
 
+def test_counts_are_on_the_host_whatever_the_default_device():
+    with torch.device("meta"):
+        scales = [
+            float(scale) for _, scale in ok.accumulate(nn.Linear(1, 1, device="cpu"), [3, 1], tokens=int)
+        ]
+    assert scales == [0.75, 0.25]
+
+
 BAD: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((3, []), {}, TypeError, "model=int: accumulate takes a torch.nn.Module"),
     ((nn.Linear(1, 1), 3), {}, TypeError, "microbatches=int: give the microbatches"),

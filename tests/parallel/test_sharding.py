@@ -67,6 +67,12 @@ def _strided() -> nn.Module:
     return model
 
 
+def _empty() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.none = nn.Parameter(torch.ones(0, 3))
+    return model
+
+
 def _mixed() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     model[0].bfloat16()
@@ -79,6 +85,8 @@ BAD_MODELS = [
     (_lazy, ValueError, "0.weight has no shape yet"),
     (_scalar, ValueError, r"scale is a scalar .* shape \(1,\)"),
     (_strided, ValueError, "weight is not contiguous"),
+    (_empty, ValueError, r"none of shape \(0, 3\) has no elements"),
+    (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), ValueError, "model.0 has sparse gradients"),
     (_mixed, ValueError, "0.weight is torch.bfloat16, 1.weight is torch.float32"),
     (lambda: nn.ModuleList([nn.Linear(2, 2)]), ValueError, "model is a ModuleList"),
 ]
@@ -89,6 +97,17 @@ BAD_MODELS = [
 def test_bad_models(make: Any, kind: Any, message: str):
     with pytest.raises(kind, match=message):
         ok.shard(make())
+
+
+def test_what_is_not_reduced_may_be_empty_or_sparse():
+    with one_rank_group():
+        model = nn.Sequential(nn.Embedding(3, 2, sparse=True), _empty())
+        model[1].none.requires_grad_(False)
+        ok.shard(model, ignored=["0"])
+        model(torch.arange(3)).sum().backward()
+        assert model[0].weight.grad.is_sparse
+        assert model[1].weight.grad is not None
+        ok.shard(nn.Sequential(nn.Embedding(3, 2, sparse=True).requires_grad_(False), nn.Linear(2, 2)))
 
 
 def test_frozen_parameters_may_have_a_dtype_of_their_own():

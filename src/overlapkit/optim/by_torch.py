@@ -57,7 +57,7 @@ class Alike:
             scale = scale.to(device)
         if found_inf is not None:
             found_inf = found_inf.to(device)
-        torch._foreach_add_(steps, torch.ones(()) if steps[0].is_cpu else 1)
+        torch._foreach_add_(steps, torch.ones((), device="cpu") if steps[0].is_cpu else 1)
         torch._fused_adamw_(
             self._params,
             flat,

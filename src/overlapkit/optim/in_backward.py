@@ -94,9 +94,10 @@ class AdamWInBackward(AdamW):
         updater.step([param.grad], self.param_groups, None, None, None, self._done)
         param.grad = None
 
-    def _where(self, param: Tensor) -> tuple[int, int]:
+    def _where(self, param: Tensor) -> list[int]:
         """What the plan of a parameter was made for: models may be moved, states replaced."""
-        return local(param).data_ptr(), id(self.state.get(param, {}).get("exp_avg"))
+        tensors = [param, *self.state.get(param, {}).values()]
+        return [local(x).data_ptr() for x in tensors if isinstance(x, Tensor)]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """End a step: every update of it was made in backward.
@@ -126,4 +127,4 @@ class AdamWInBackward(AdamW):
 
     def _forget(self) -> None:
         super()._forget()
-        self._each: dict[Tensor, tuple[Updater, tuple[int, int]]] = {}
+        self._each: dict[Tensor, tuple[Updater, list[int]]] = {}

@@ -34,8 +34,10 @@ def held(state: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def released(values: dict[str, Any]) -> dict[str, Any]:
-    """One parameter's state without the holders."""
+def released(values: Any) -> Any:
+    """One parameter's state without the holders; what is no parameter's state as it is."""
+    if not isinstance(values, dict):
+        return values
     return {name: x.tensor if isinstance(x, Held) else x for name, x in values.items()}
 
 
@@ -53,6 +55,26 @@ def exported(param: Tensor, form: Form, state: dict[str, Any]) -> dict[str, Any]
     return kept
 
 
+def check(param: Tensor, form: Form, saved: dict[str, Any]) -> None:
+    """Refuse a saved state that `load` cannot take.
+
+    Raises:
+        ValueError: A tensor is missing, of another shape, or not sharded where the parameter is.
+    """
+    if saved.get("step") is None:  # a step counted from 0 again would make the next updates far too large
+        raise ValueError(
+            f"state_dict has no 'step' for a parameter of shape {tuple(param.shape)}, nor has its group: it "
+            "is not that of an AdamW"
+        )
+    for name in _sources(form, saved).values():
+        value = _whole(param, saved, name)
+        if local(value) is value and local(param) is not param:
+            raise ValueError(
+                f"state_dict has a plain tensor for a parameter of shape {tuple(param.shape)} that is "
+                "sharded: load it through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
+
+
 @torch.no_grad()
 def load(param: Tensor, form: Form, state: dict[str, Any], saved: dict[str, Any]) -> None:
     """Put a saved state into the tensors of a parameter's state, converting moments to their dtypes.
@@ -61,51 +83,45 @@ def load(param: Tensor, form: Form, state: dict[str, Any], saved: dict[str, Any]
         param: The parameter.
         form: How its state is kept.
         state: Its state, all parts there.
-        saved: What torch.optim.AdamW or this package's AdamW saved of it.
-
-    Raises:
-        ValueError: A tensor is missing or of another shape.
+        saved: What torch.optim.AdamW or this package's AdamW saved of it, checked.
     """
-    step = saved.get("step")
-    if step is None:  # a step counted from 0 again would make the next updates far too large
-        raise ValueError(
-            f"state_dict has no 'step' for a parameter of shape {tuple(param.shape)}, nor has its group: it "
-            "is not that of an AdamW"
-        )
-    state["step"].copy_(step.reshape(()) if isinstance(step, Tensor) else torch.tensor(float(step)))
+    step = saved["step"]
+    state["step"].copy_(
+        step.reshape(()) if isinstance(step, Tensor) else torch.tensor(float(step), device="cpu")
+    )
     if form.moments == INT8:
-        m, v = (_moment(param, saved, name) for name in ("exp_avg", "exp_avg_sq"))
-        part = {name: local(x) for name, x in state.items() if name != "step"}
-        flat = {name: x if name.endswith("scale") else x.view(-1) for name, x in part.items()}
+        m, v = (_moment(param, saved[name]) for name in ("exp_avg", "exp_avg_sq"))
+        kept = {part.name: local(state[part.name]) for part in parts(param, form)}
+        flat = {name: x if name.endswith("scale") else x.view(-1) for name, x in kept.items()}
         plain.encode(flat, m.reshape(-1), v.reshape(-1), row_of(param), None)
     else:
-        for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if form.amsgrad else [])):
-            source = name if name in saved or name != "max_exp_avg_sq" else "exp_avg_sq"
-            _copy(param, state[name], _whole(param, saved, source))
+        for name, source in _sources(form, saved).items():
+            _copy(state[name], saved[source])
     for name, dtype in (("remainder", torch.float16), ("compensation", torch.bfloat16)):
         if name in state:
             value = saved.get(name)
             if (
                 isinstance(value, Tensor) and value.dtype == dtype
             ):  # torch would have cast it: then it is stale
-                _copy(param, state[name], _whole(param, saved, name))
+                _copy(state[name], _whole(param, saved, name))
             else:
                 local(state[name]).zero_()
 
 
-def _moment(param: Tensor, saved: dict[str, Any], name: str) -> Tensor:
+def _sources(form: Form, saved: dict[str, Any]) -> dict[str, str]:
+    """For each moment the name under which it was saved."""
+    largest = {"max_exp_avg_sq": "max_exp_avg_sq" if "max_exp_avg_sq" in saved else "exp_avg_sq"}
+    return {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"} | (largest if form.amsgrad else {})
+
+
+def _moment(param: Tensor, saved: Tensor) -> Tensor:
     """This rank's part of a moment, fp32 and row-major."""
     like = torch.empty_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
-    _copy(param, like, _whole(param, saved, name))
+    _copy(like, saved)
     return local(like)
 
 
-def _copy(param: Tensor, there: Tensor, value: Tensor) -> None:
-    if local(value) is value and local(there) is not there:
-        raise ValueError(
-            f"state_dict has a plain tensor for a parameter of shape {tuple(param.shape)} that is sharded: "
-            "load it through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-        )
+def _copy(there: Tensor, value: Tensor) -> None:
     a: Any = there
     b: Any = value
     if local(value) is not value and local(there) is not there and a.placements == b.placements:

@@ -12,7 +12,7 @@ from torch import Tensor
 from overlapkit.optim import rounding
 from overlapkit.optim.columns import BF16, INT8, KAHAN, LANES, MASTER, ROUNDED
 from overlapkit.optim.place import Place, place_of
-from overlapkit.optim.state import at_random, local, row_of
+from overlapkit.optim.state import at_random, local, parts, row_of
 from overlapkit.optim.table import Entry
 
 CHUNK = 2**15
@@ -32,14 +32,15 @@ def update(entry: Entry, grad: Tensor, group: dict[str, Any], factor: Tensor | N
     int8 = entry.form.moments == INT8
     place = place_of(entry.param) if at_random(entry.form) else None
     key = rounding.step_key(rounding.mix(entry.number), int(state["step"]))
-    flat = {name: _flat(local(t)) for name, t in state.items() if name != "step" and "scale" not in name}
+    kept = {part.name: local(state[part.name]) for part in parts(entry.param, entry.form)}
+    flat = {name: _flat(t) for name, t in kept.items() if "scale" not in name}
     flat_param, flat_grad = _flat(param), _flat(grad)
     size = max(1, CHUNK // row) * row if int8 else CHUNK
     for at in range(0, param.numel(), size):
         part = {name: t[at : at + size] for name, t in flat.items()}
         if int8:
             rows = slice(at // row, (at + size) // row)
-            part |= {name: local(t)[rows] for name, t in state.items() if "scale" in name}
+            part |= {name: t[rows] for name, t in kept.items() if "scale" in name}
         g = flat_grad[at : at + size].to(torch.float32)
         bits = None if place is None else _bits(key, place, at, len(g))
         _chunk(entry, flat_param[at : at + size], g if factor is None else g * factor, part, group, bits)
@@ -155,7 +156,7 @@ def _bits(key: int, place: Place, at: int, size: int) -> Tensor:
     start = place.base + at
     if place.inner == place.outer and start >> 32 == start + size - 1 >> 32:
         return rounding.random_bits_from(key, start, size)
-    index = torch.arange(at, at + size)
+    index = torch.arange(at, at + size, device="cpu")
     if place.inner != place.outer:
         index = index // place.inner * place.outer + index % place.inner
     return rounding.random_bits(key, index.add_(place.base))

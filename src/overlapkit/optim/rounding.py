@@ -49,7 +49,7 @@ def random_bits(key: int, index: Tensor) -> Tensor:
 
 def random_bits_from(key: int, start: int, size: int) -> Tensor:
     """The same for indices `start` and on, none of which ends a stretch of 2^32."""
-    low = torch.arange(size, dtype=torch.int32).add_(_signed(start + key))
+    low = torch.arange(size, dtype=torch.int32, device="cpu").add_(_signed(start + key))
     return mix_bits(mix_bits(low).bitwise_xor_(_signed((start >> 32) + mix(key ^ 0x9E3779B9))))
 
 

@@ -76,7 +76,7 @@ class Table:
         starts = [bisect_right(ends, self.n_blocks * p // self.programs) - 1 for p in range(self.programs)]
         # a graph that captured the copy reads its source at each replay
         self.rows, self._source = _sent(np.concatenate([rows.ravel(), np.array(starts)]), self.device)
-        self._fixed = [t for e in entries for t in (local(e.param), *(local(s) for s in e.state.values()))]
+        self._fixed = [t for e in entries for t in (local(e.param), *_tensors(e.state).values())]
         self._numbers: tuple[Any, ...] = ()
         self._pointers: list[int] = []
         self._kept: list[Tensor] = []
@@ -134,9 +134,7 @@ class Table:
             return
         self._pointers, self._numbers = pointers, (head, numbers)
         if self._spare is None and self.device.type == "cuda":
-            self._spare = torch.empty(
-                len(words), dtype=torch.int64, pin_memory=True
-            )  # none can be made while capturing
+            self._spare = _pinned(len(words))  # none can be made while capturing
 
     def _also_used_here(self) -> None:
         """The loop steps on another stream than before: not only that it was allocated for uses it."""
@@ -153,6 +151,11 @@ def _plain_numbers(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | 
     return None if any(isinstance(x, Tensor) for row in found for x in row[:3]) else found
 
 
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """This rank's tensors of a state; a program may keep other things there."""
+    return {name: local(x) for name, x in state.items() if isinstance(x, Tensor)}
+
+
 def _kind(entry: Entry, grad: Tensor) -> int:
     form = entry.form
     kind = form.mode | form.moments | _GRADS[grad.dtype]
@@ -167,7 +170,7 @@ def _kind(entry: Entry, grad: Tensor) -> int:
     whole = row_of(entry.param) % c.LANES == 0
     if form.moments == c.INT8 and whole:
         kind |= c.WHOLE_ROWS
-    held = [local(entry.param), grad, *(local(t) for k, t in entry.state.items() if k != "step")]
+    held = [local(entry.param), grad, *(t for k, t in _tensors(entry.state).items() if k != "step")]
     if all(t.data_ptr() % 16 == 0 for t in held):
         kind |= c.ALIGNED
     return kind
@@ -230,8 +233,12 @@ def _sent(words: Any, device: torch.device, host: Tensor | None = None) -> tuple
         there = torch.from_numpy(words)
         return there, there
     if host is None:
-        host = torch.empty(len(words), dtype=torch.int64, pin_memory=True)
+        host = _pinned(len(words))
     host.numpy()[:] = words
     there = torch.empty(len(words), dtype=torch.int64, device=device)
     there.copy_(host, non_blocking=True)
     return there, host
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)

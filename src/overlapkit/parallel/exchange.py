@@ -189,6 +189,6 @@ def hang_up(group: dist.ProcessGroup) -> None:
     """
     peer = (group.rank() + 1) % group.size()
     with suppress(RuntimeError):  # closed already, too
-        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_TAG - 1)
+        work = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=_TAG - 1)
         assert work is not None
         work.wait(timedelta(milliseconds=1))

@@ -102,6 +102,7 @@ class Sharding:
             min_unit_mb,
             policy.param_dtype if policy else None,
         )
+        _check_sparse(model, left_alone)
         for unit in resolved:
             if mesh is not None or ranks is not None:
                 _check_reshard(unit, shards, "plan: " if isinstance(chosen["reshard"], tuple) else "")
@@ -182,6 +183,16 @@ def _check_reduce_unused(reduce_unused: Any) -> None:
             )
 
 
+def _check_sparse(model: nn.Module, ignored: set[nn.Parameter]) -> None:
+    for name, module in model.named_modules():
+        table = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if table and module.weight.requires_grad and module.weight not in ignored:
+            raise ValueError(
+                f"model.{name} has sparse gradients, which FSDP2 cannot reduce: make it with sparse=False, "
+                "or use replicate over gloo"
+            )
+
+
 def _check_unit(unit: Unit) -> None:
     """What fully_shard would refuse, half of it only in the first forward."""
     dtypes: dict[torch.dtype, str] = {}
@@ -192,6 +203,11 @@ def _check_unit(unit: Unit) -> None:
             raise ValueError(
                 f"parameter {name} is not contiguous (strides {parameter.stride()}): "
                 "replace it by its .contiguous()"
+            )
+        if parameter.requires_grad and not parameter.numel():
+            raise ValueError(
+                f"parameter {name} of shape {tuple(parameter.shape)} has no elements, and FSDP2 cannot "
+                "reduce its gradient: freeze it, or put it into ignored"
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(

@@ -195,7 +195,7 @@ def _as_tensor(numbers: Sequence[int | Tensor], device: torch.device) -> Tensor:
 
 def _host(size: int, device: torch.device) -> Tensor:
     """Host memory that can be copied to and from the device without waiting; its allocator guards reuse."""
-    return torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 
 @functools.cache
