@@ -16,8 +16,8 @@ from tests.interpreter import interpreter
 
 def test_who_runs_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu: Tensor = torch.ones(2)
-    cuda: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device="cuda:0")
-    double: Any = SimpleNamespace(is_cuda=True, dtype=torch.float64, device="cuda:0")
+    cuda: Any = SimpleNamespace(is_cuda=True, is_nested=False, dtype=torch.float32, device="cuda:0")
+    double: Any = SimpleNamespace(is_cuda=True, is_nested=False, dtype=torch.float64, device="cuda:0")
     monkeypatch.setattr(launch, "_interpret", False)
     assert not launch.through_triton(cpu)
     assert launch.through_triton(cuda)
@@ -30,7 +30,7 @@ def test_who_runs_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_tensor_without_triton_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_TRITON_FOUND", False)
     monkeypatch.setattr(launch, "_interpret", False)
-    cuda: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device="cuda:0")
+    cuda: Any = SimpleNamespace(is_cuda=True, is_nested=False, dtype=torch.float32, device="cuda:0")
     with pytest.raises(ImportError, match="a tensor on cuda:0 runs through Triton, which is not installed"):
         launch.through_triton(cuda)
     assert not launch.through_triton(torch.ones(2)), "the CPU needs no Triton"

@@ -26,13 +26,13 @@ _interpret = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "ye
 def through_triton(x: Tensor) -> bool:
     """Whether a function of `x` runs its Triton kernel; if not, it runs its plain-torch form.
 
-    CUDA tensors do, but not inside torch.func's transforms. CPU tensors do in Triton's interpreter only,
-    that is with TRITON_INTERPRET=1 in the environment: slow, and meant for testing.
+    CUDA tensors do, but no nested ones, and not inside torch.func's transforms. CPU tensors do in Triton's
+    interpreter only, that is with TRITON_INTERPRET=1 in the environment: slow, and meant for testing.
 
     Raises:
         ImportError: A kernel is due and Triton is not installed.
     """
-    if not (x.is_cuda or _interpret) or x.dtype not in DTYPES or transformed():
+    if not (x.is_cuda or _interpret) or x.dtype not in DTYPES or x.is_nested or transformed():
         return False
     if not _TRITON_FOUND:
         raise ImportError(
