@@ -6,8 +6,17 @@ import pytest
 import overlapkit as ok
 
 
+@pytest.fixture(scope="module", autouse=True)
+def thawed():
+    """As in a script: the suite freezes what its tests have in common."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def collector():
+def collector(thawed):
     """As every test of the suite expects it."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     yield
