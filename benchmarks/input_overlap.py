@@ -133,7 +133,7 @@ def step_seconds(source: Iterable[Any], consume: Work, steps: int, device: torch
 
 
 def figures(name: str, took: dict[str, Measurement]) -> list[Figure]:
-    """The times of all beside the slower of the two alone, and what ours is of it in a round, with the goal."""
+    """All times beside the slower of the two alone, and what ours is of it in a round, with the goal."""
     alone = [took.pop(f"{who} alone").samples for who in ("consumer", "producer")]
     slower = Measurement(SLOWER, tuple(map(max, *alone)))
     rows = [time_figure(f"{name}, {one.name}", one, slower) for one in took.values()]
