@@ -9,6 +9,7 @@ has no workers. A map is read row by row; "told that it is read at random" it is
 kernel reads ahead: by the disk's read_ahead_kb, 128 as a rule. The tokens are random: nobody looks at them.
 """
 
+import ctypes
 import gc
 import mmap
 import os
@@ -32,6 +33,7 @@ OURS, PEER, TOLD = "ours", "DataLoader, 0 workers", "DataLoader, told that it is
 AGAIN = "tokens from disk, the same again"
 PATIENCE_S = 10.0
 FIRST = 4  # so many batches ours gathers at once
+_LIBC = ctypes.CDLL(None, use_errno=True)
 ROW, PAGE = TOKEN_BYTES * (WINDOW + 1), mmap.PAGESIZE  # a row lies in one page, or in two
 
 
@@ -81,23 +83,22 @@ def write(folder: Path, number: int) -> None:
 
 def evict(folder: Path) -> bool:
     """Drop all files' pages from memory, and say whether that could be done. None may be mapped."""
-    for path in folder.rglob("*.*"):
+    files = list(folder.rglob("*.*"))
+    for path in files:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if any(_in_memory(file.fileno(), at) for at in range(0, path.stat().st_size, 1 << 20)):
-                return False
-    return True
+    return not any(map(_in_memory, files))
 
 
-def _in_memory(file: int, at: int) -> bool:
-    try:
-        os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:  # this file system cannot say
-        pass
-    return True
+def _in_memory(path: Path) -> bool:
+    """By mincore: a read that must not wait (RWF_NOWAIT) tells it, too, and brings the page in."""
+    with open(path, "rb") as file:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    pages = np.empty(-(-len(mapped) // PAGE), np.uint8)
+    if _LIBC.mincore(*map(ctypes.c_size_t, (mapped.ctypes.data, len(mapped), pages.ctypes.data))) != 0:
+        raise OSError(ctypes.get_errno(), "mincore", str(path))
+    return bool((pages & 1).any())
 
 
 def sources(folder: Path) -> dict[str, Callable[[int], Iterable[Any]]]:
