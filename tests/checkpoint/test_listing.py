@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 @pytest.fixture
 def run(tmp_path):
     with Checkpointer(tmp_path / "run") as checkpointer:
-        for number in (2, 10, 9):
+        for number in (2, 9, 10):
             checkpointer.save(number, value_state(number), metrics={"loss": 1 / number}, block=True)
     return tmp_path / "run"
 

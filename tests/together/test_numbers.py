@@ -17,13 +17,15 @@ from tests.parallel.models import batch, gpt, loss_of
 def test_autocast_in_fp16_with_a_grad_scaler_a_save_and_a_skipped_step(tmp_path: Path) -> None:
     """The scaler halves its scale, skips the step, and is part of what a checkpoint restores."""
 
+    folder = tmp_path
+
     def run(ours: bool, stop: int | None = None, resume: bool = False) -> list[Any]:
         model = gpt()
         kind: Any = ok.AdamW if ours else torch.optim.AdamW
         optimizer = kind(model.parameters(), lr=0.01, **({"max_norm": 0.5} if ours else {"fused": True}))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
         state = {"model": model, "optimizer": optimizer, "scaler": scaler}
-        checkpointer = ok.Checkpointer(tmp_path) if stop or resume else None
+        checkpointer = ok.Checkpointer(folder) if stop or resume else None
         first = checkpointer.restore(state) if checkpointer and resume else 0
         seen: list[Any] = []
         for step in range(first, 8):
@@ -52,6 +54,7 @@ def test_autocast_in_fp16_with_a_grad_scaler_a_save_and_a_skipped_step(tmp_path:
     assert ours[2][1] == ours[1][1] / 2
     torch.testing.assert_close(ours[-1], theirs[-1], atol=1e-5, rtol=1e-5)
     for stop in (3, 4):  # right after the skipped step, and later
+        folder = tmp_path / str(stop)
         before = run(True, stop=stop)
         after = run(True, resume=True)
         assert [*before[:-1], *after[:-1]] == ours[:-1]

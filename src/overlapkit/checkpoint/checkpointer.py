@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from overlapkit.checkpoint.at_exit import close_at_exit
 from overlapkit.checkpoint.auto import schedule
+from overlapkit.checkpoint.branch import Branch
 from overlapkit.checkpoint.collector import collector_paused
 from overlapkit.checkpoint.commit import RunLock
 from overlapkit.checkpoint.disk import Disk
@@ -215,6 +216,8 @@ class Checkpointer(Shelf, Preemptible):
             self._unsent.add(sent)
         if leaving and self._preemption is not None:
             self._preemption.finish(save, self)
+        if self._quorum.rank == 0:
+            self._branch.saves(step)
         self._unfinished.surface(None if block else save)
         self._unsent.surface(sent)
         self._every.leave(save, len(self._unfinished) > 0)
@@ -261,6 +264,8 @@ class Checkpointer(Shelf, Preemptible):
             if only is None:
                 self._saver.prewarm(inner, beside=False)
         state.update({key: value for key, value in inner.items() if not isinstance(value, Optimizer)})
+        if step == "latest":
+            self._branch.restored(restored)
         if self._restorer.read_all:
             self._deletion.read_whole(restored)
         return restored
@@ -353,6 +358,7 @@ class Checkpointer(Shelf, Preemptible):
     def _open(self, directory: str | os.PathLike[str], local: str | os.PathLike[str] | None) -> Report:
         self._tiers = Tiers(directory, local)
         self._tiers.open(self._quorum.rank)
+        self._branch = Branch(self._tiers.places)
         return self._given
 
     def _open_run(self, reports: list[Report]) -> Report:
@@ -363,6 +369,7 @@ class Checkpointer(Shelf, Preemptible):
             self._lock = open_run(self._disk, self._tiers.root)
             run = self._lock.run
         self._earlier = self._tiers.earlier(run)
+        self._branch.open()
         return {"run": run, "earlier": bool(self._earlier.there)}
 
     def _check_open(self) -> None:
