@@ -6,7 +6,7 @@ Five parts: photographs to batches (input_jpeg.py), tokens to batches (input_tok
 disk alone (input_cold.py), reading beside a step (input_overlap.py), and what wrapping costs
 (input_overhead.py), each of which says how it measures.
 The peers are pip install -e '.[bench]' and, for SPDL, FFmpeg's libraries (apt-get install ffmpeg); a peer
-that is missing is reported as not measured. All parts take about twenty minutes on two cores.
+that is missing is reported as not measured. All parts take half an hour on two cores.
 """
 
 import argparse
