@@ -1,14 +1,17 @@
 """Bad input of shard and describe: one clear error, before anything is changed."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlapkit as ok
-from overlapkit.parallel import describe
+from overlapkit.parallel import describe, sharding
+from overlapkit.parallel.meshes import check_current_gpu
 from tests.parallel.models import gpt
 from tests.ranks import one_rank_group
 
@@ -144,3 +147,21 @@ def test_wrapped_models_and_bad_meshes():
         with pytest.raises(ValueError, match="'timings' already"):
             ok.shard(named)
         assert type(named).__name__ == "Gpt", "an error must leave the model as it was"
+
+
+def test_a_model_on_this_rank_s_gpu_while_the_first_one_is_current(monkeypatch: pytest.MonkeyPatch):
+    model, mesh = nn.Linear(2, 2, bias=False), mock.Mock(device_type="cuda", ndim=1)
+    mesh.size.return_value = 2
+    with FakeTensorMode():
+        model.weight = nn.Parameter(torch.empty(2, 2, device="cuda:1"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(sharding, "resolve_mesh", lambda *_: mesh)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match=r"'cuda:1'.*LOCAL_RANK.*is 'cuda:0': call torch.cuda.set_device"):
+        ok.shard(model)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    check_current_gpu(model, mesh)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("CUDA is not asked for nothing"))
+    check_current_gpu(nn.Linear(2, 2), mesh)  # FSDP2 moves it, as ever
+    check_current_gpu(model, mock.Mock(device_type="cpu"))
+    check_current_gpu(model, None)

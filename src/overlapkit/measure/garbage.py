@@ -10,6 +10,10 @@ from typing import Self
 
 from overlapkit.measure.arguments import check_count
 
+FROZEN = 10_000
+"""Objects from which on somebody has frozen. Python 3.12 keeps some hundred immortal ones there by itself,
+and a process that has imported torch holds more than a hundred thousand."""
+
 
 class collect_garbage:  # noqa: N801  # used like a function: with ok.collect_garbage(every=100) as garbage
     """Runs the collector every n-th step, and at no other time, until it is closed.
@@ -36,7 +40,7 @@ class collect_garbage:  # noqa: N801  # used like a function: with ok.collect_ga
         self._enabled = gc.isenabled()
         gc.disable()
         gc.collect()
-        self._frozen = gc.get_freeze_count() == 0  # else somebody has frozen, and will thaw
+        self._frozen = gc.get_freeze_count() < FROZEN  # else somebody has frozen, and will thaw
         if self._frozen:
             gc.freeze()
 

@@ -12,7 +12,7 @@ from overlapkit.parallel import compiling, recomputing
 from overlapkit.parallel.description import Description
 from overlapkit.parallel.leftovers import Leftovers
 from overlapkit.parallel.merging import MIN_UNIT_MB
-from overlapkit.parallel.meshes import must_agree
+from overlapkit.parallel.meshes import check_current_gpu, must_agree
 from overlapkit.parallel.offload import offloaded, resolve_offload
 from overlapkit.parallel.preconditions import check_holders
 from overlapkit.parallel.schedule import Schedule, first
@@ -141,6 +141,7 @@ def shard(
         reduce_unused=reduce_unused,
     )
     schedule.check(sharding.mesh)
+    check_current_gpu(model, sharding.mesh)
     offload_policy = resolve_offload(offload, sharding.mesh)
     check_holders(model, "shard")
     if sharding.mesh is None and mp_policy is not None:

@@ -1,5 +1,6 @@
 """Which ranks a model is sharded over: the mesh, the numbers that stand for one, and what must agree."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,27 @@ def resolve_mesh(model: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> "De
         )
     checked: DeviceMesh = mesh
     return checked
+
+
+def check_current_gpu(model: nn.Module, mesh: "DeviceMesh | None") -> None:
+    """Refuse a model on this rank's own GPU while another one is current, to which FSDP2 would move it.
+
+    A mesh makes the GPU of LOCAL_RANK the current one, but not where CUDA is in use already, by this model.
+
+    Raises:
+        ValueError: It is so: without this all ranks of a node would meet on the first GPU.
+    """
+    if mesh is None or mesh.device_type != "cuda":
+        return
+    own = f"cuda:{os.environ.get('LOCAL_RANK')}"
+    if own not in {str(parameter.device) for parameter in model.parameters()}:
+        return
+    current = f"cuda:{torch.cuda.current_device()}"
+    if current != own:
+        raise ValueError(
+            f"model is on '{own}', this rank's GPU by LOCAL_RANK, and the current one, to which FSDP2 moves "
+            f"it, is '{current}': call torch.cuda.set_device('{own}') before the model is made"
+        )
 
 
 def count_ranks(ranks: Any, mesh: "DeviceMesh | None") -> tuple[int, int]:

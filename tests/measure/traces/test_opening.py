@@ -144,7 +144,7 @@ def test_a_bomb_is_not_unpacked(tmp_path, monkeypatch, tail):
     monkeypatch.setattr(opening, "_SMALL", 1 << 20)
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(b"".join(endless(b'{"traceEvents": [', tail)))
-    with pytest.raises(TraceError, match=r"bomb\.json\.gz: unpacks to more than 100 times its size \(. MiB"):
+    with pytest.raises(TraceError, match=r"bomb.json\.gz: unpacks to more than 100 times its size \(1?. MiB"):
         explain(path)
 
 
