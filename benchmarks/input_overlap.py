@@ -4,9 +4,9 @@ The producer is one matrix product on one core, which releases the GIL; its 5 MB
 consumer waits (as for a GPU), computes on the other core, or runs Python, which holds the GIL. Each is a
 fixed amount of work, so that what one takes from the other counts. The goal is the time of the slower of the
 two, as measured in the same pass: what each thread computed by its own CPU clock (a waiting consumer: by the
-wall's), for the speed of a shared machine drifts by more than the goal allows within seconds. "two threads" is
-what two threads that do the two and hand nothing over come to: what the cores and the GIL allow a reader that
-is a thread. While another thread holds the GIL, Python makes one that wants it wait 5 ms
+wall's), for the speed of a shared machine drifts by more than the goal allows within seconds. "two threads"
+is what two threads that do the two and hand nothing over come to: what the cores and the GIL allow a reader
+that is a thread. While another thread holds the GIL, Python makes one that wants it wait 5 ms
 (sys.getswitchinterval), here once a batch; beside our reader it is 1 ms.
 """
 
@@ -58,12 +58,12 @@ def measure(quick: bool, device: torch.device) -> list[Figure]:
         rows = []
         for name, consume in consumers().items():
             turns = variants(produce, consume, steps, device)
-            times = 2 if quick else 14
+            times = 2 if quick else 7
             rows += figures(
                 name, alternate(turns, rounds=times, warmup=0 if quick else 1, timer=returned_seconds)
             )
             clock = time.perf_counter if name == WAITS else time.thread_time
-            rows.append(goal(name, [share(produce, consume, clock, steps, device) for _ in range(rounds)]))
+            rows.append(goal(name, shares(produce, consume, clock, steps, rounds, device)))
         return rows
 
 
@@ -151,14 +151,19 @@ class Clocked:
         return result
 
 
-def share(
-    produce: Work, consume: Work, clock: Callable[[], float], steps: int, device: torch.device
-) -> float:
-    """A step of ours over the longer of what consumer and producer took themselves, in the same pass."""
+def shares(
+    produce: Work, consume: Work, clock: Callable[[], float], steps: int, passes: int, device: torch.device
+) -> list[float]:
+    """A step of ours over the longer of what the two took themselves, for each pass but a first."""
     consumer, producer = Clocked(consume, clock), Clocked(produce, time.thread_time)
-    dataset = Produced(producer, steps + 1 + AHEAD)
-    took = step_seconds(ok.DeviceLoader(partial(iter, dataset), device), consumer, steps, device)
-    return took / max(one.seconds / one.calls for one in (consumer, producer))
+    loader = ok.DeviceLoader(partial(iter, Produced(producer, steps + 1 + AHEAD)), device)
+    found = []
+    for _ in range(passes + 1):
+        for one in (consumer, producer):
+            one.seconds, one.calls = 0.0, 0
+        took = step_seconds(loader, consumer, steps, device)
+        found.append(took / max(one.seconds / one.calls for one in (consumer, producer)))
+    return found[1:]  # at first the loader looks whether batches are drawn from global generators
 
 
 def goal(name: str, shares: list[float]) -> Figure:
